@@ -467,6 +467,85 @@ def test_compiled(group):
 
 # ---- without processes ----
 
+# Placements that would be right and that no rule has, because nobody places tensors so: the columns of v, and the keys of
+# a backward.
+UNUSED = {"attention": {("v", 3)}, "attention_backward": {("k", 2), ("v", 2), ("bias", 2), ("bias", 1)}}
+MOST = 300  # placements of the arguments of one call
+
+
+class Whole:
+    """What a rule sees of a tensor that is not placed."""
+
+    at = None
+
+    def __init__(self, x):
+        self.shape = x.shape
+
+    def dim(self):
+        return len(self.shape)
+
+
+def ways(parts, whole):
+    """How two parts of a result may be placed, given the whole one."""
+
+    def same(x):
+        return x.shape == whole.shape and torch.allclose(x.double(), whole.double(), equal_nan=True)
+
+    found = [R] if all(map(same, parts)) else []
+    for d in range(whole.dim()):
+        rest = {(*x.shape[:d], *x.shape[d + 1 :]) for x in parts if x.dim() == whole.dim()}
+        found += [d] if rest == {(*whole.shape[:d], *whole.shape[d + 1 :])} and same(torch.cat(parts, d)) else []
+    summed = whole.is_floating_point() and whole.numel() and len({x.shape for x in parts}) == 1
+    return [*found, S] if summed and same(sum(parts)) else found
+
+
+@pytest.mark.parametrize("name", sorted(op.SHARDED.keys() - MUTABLE))
+def test_a_rule_has_the_placements_that_are_right_and_no_other(name):
+    """The operator on two parts, however its arguments are split: what comes out, as whole, sharded or summed tensors."""
+    rule, overload = op.SHARDED[name], getattr(torch.ops.openreg, name).default
+    schema, chosen, split = overload._schema.arguments, random.Random(0), 0
+    torch.manual_seed(0)
+    for sample in map(sample_of, op.SAMPLES[name]("cpu", torch.float64)):
+        given = {each.name: each.default_value for each in schema}
+        given |= dict(zip(given, sample.args, strict=False)) | sample.kwargs
+        names = [each for each, x in given.items() if isinstance(x, Tensor)]
+
+        def run(tensors, given=given, overload=overload):
+            out = overload(**given | tensors)
+            return [out] if isinstance(out, Tensor) else list(out)
+
+        whole = run({})
+        seen = {key: Whole(x) if isinstance(x, Tensor) else x for key, x in given.items()} | {"shards": 2}
+        options = {each: [R, *(d for d, size in enumerate(given[each].shape) if size > 1)] for each in names}
+        placements = [dict(zip(names, each, strict=True)) for each in itertools.product(*options.values())]
+        of_rule = {}
+        for inputs, outs in rule(**{each: seen.get(each) for each in op.parameters(rule)}):
+            placement = {each: inputs.get(each) for each in names}
+            if placement in placements:
+                of_rule[tuple(placement.values())] = outs
+        if len(placements) > MOST:
+            placements = chosen.sample(placements, MOST) + [dict(zip(names, each, strict=True)) for each in of_rule]
+        for placement in placements:
+            outs = of_rule.get(tuple(placement.values()))
+            parts = [
+                {each: given[each].chunk(2, d)[rank].contiguous() for each, d in placement.items() if d is not None}
+                for rank in (0, 1)
+            ]
+            try:
+                results = [run(each) for each in parts]
+            except (RuntimeError, IndexError):
+                assert outs is None, f"{name} cannot run with {placement}"
+                continue
+            right = [ways(list(each), x) for each, x in zip(zip(*results, strict=True), whole, strict=True)]
+            if outs is not None:
+                assert all(at in each for at, each in zip(outs, right, strict=True)), f"{placement} gives {right}, not {outs}"
+                split += any(at is not None for at in placement.values())
+            elif all(right) and not all(R in each for each in right):
+                sharded = {(each, d) for each, d in placement.items() if d is not None}
+                assert sharded <= UNUSED.get(name, set()), f"no rule of {name} has {placement}, which gives {right}"
+    assert split
+
+
 VALIDATE = """
 import torch
 import torch.distributed as dist
