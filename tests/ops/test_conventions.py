@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from openreg_ops.meta import op
+from openreg_tools.samples import sample_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/operators.md"
@@ -132,3 +133,48 @@ def test_nodes_of_the_graph_are_called_after_their_operators():
             assert nodes <= {f"{expected}Backward", "torch::autograd::NotImplemented"}, name
             asked += bool(nodes)
     assert asked > 50
+
+
+# ---- each tensor argument in turn ----
+
+# Operator and argument where another dtype, or another shape, is right for one argument alone. A single tensor may have any.
+OTHER_DTYPE = """cross_entropy.logits cross_entropy_backward.logits dropout_add_backward.grad_out fake_quantize.x int8_linear.x
+rotary_embedding.x rotary_embedding_backward.grad_y""".split()
+OTHER_ROWS = "fake_quantize.x grouped_linear.weights int8_linear.x rms_norm.x".split()
+MORE_DIMENSIONS = """attention.bias attention_backward.bias int8_linear.x rms_norm.x rotary_embedding.x
+rotary_embedding_backward.grad_y""".split()
+CHANGES = {
+    "another device": (lambda x: x.to(f"openreg:{1 - x.device.index}"), []),
+    "the host": (lambda x: x.cpu(), []),
+    "another dtype": (lambda x: x.half() if x.is_floating_point() else x.double(), OTHER_DTYPE),
+    "other rows": (lambda x: torch.cat([x, x]) if x.dim() else x.expand(3).clone(), OTHER_ROWS),
+    "more dimensions": (lambda x: x.unsqueeze(0), MORE_DIMENSIONS),
+}
+
+
+@pytest.mark.parametrize("device", ["openreg:0", "openreg:1"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_tensor_argument_is_checked(change, device):
+    """One tensor that does not fit the others, in each place, also of a list: an error names the operator and an argument."""
+    wrong, right = CHANGES[change]
+    accepted, asked = set(), 0
+    for name in sorted(op.SAMPLES):
+        overload = getattr(torch.ops.openreg, name).default
+        names = [each.name for each in overload._schema.arguments]
+        sample = sample_of([*op.SAMPLES[name](device, torch.float32)][-1])
+        given = dict(zip(names, sample.args, strict=False)) | sample.kwargs
+        values, spec = tree_flatten(given)
+        of = tree_leaves({each: tree_map(lambda _, each=each: each, x) for each, x in given.items()})
+        tensors = [i for i, x in enumerate(values) if isinstance(x, torch.Tensor)]
+        for i in tensors if len(tensors) > 1 else ():
+            asked += 1
+            changed = tree_unflatten([wrong(x) if i == j else x for j, x in enumerate(values)], spec)
+            try:
+                overload(**changed)
+                accepted.add(f"{name}.{of[i]}")
+            except RuntimeError as error:
+                named = [of[i]] if change in ("another device", "the host", "another dtype") else names
+                assert re.match(rf"{name}: .*\b({'|'.join(named)})\b", str(error)), (name, of[i], str(error))
+                if change in ("another device", "the host"):
+                    assert device in str(error) and str(wrong(values[i]).device) in str(error)
+    assert accepted == set(right) and asked > 60
