@@ -1,6 +1,7 @@
 """adamw_step_, and the optimizer on it, step by step with torch.optim.AdamW."""
 
 import copy
+import itertools
 import math
 import pickle
 
@@ -374,6 +375,30 @@ def test_rejects_shared_memory():
             adamw_step_(*lists, **OPTIONS)
         assert all(torch.equal(a, b) for a, b in zip(p, before, strict=True))
     adamw_step_(p, [g[0], g[0]], m, v, [], s, **OPTIONS)  # gradients are only read
+
+
+WRITTEN = {"params": 0, "exp_avgs": 2, "exp_avg_sqs": 3, "max_exp_avg_sqs": 4}
+AMSGRAD = OPTIONS | dict(amsgrad=True)
+
+
+@pytest.mark.parametrize("pair", itertools.combinations_with_replacement(WRITTEN, 2), ids=str)
+def test_each_two_tensors_that_are_written_to_are_checked(pair):
+    """Also of one list. Where one begins at the other's end, nothing is wrong. And each one alone, against itself."""
+    for places in [(0, 1)] if pair[0] == pair[1] else itertools.product((0, 1), repeat=2):
+        names = [rf"{name}\[{place}\]" for name, place in zip(pair, places, strict=True)]
+        for apart in (5, 6):
+            lists, whole = lists_of([(6,), (6,)], amsgrad=True), random(20).abs()
+            for start, name, place in zip((2, 2 + apart), pair, places, strict=True):
+                lists[WRITTEN[name]][place] = whole[start : start + 6]
+            if apart == 6:
+                adamw_step_(*lists, **AMSGRAD)
+                continue
+            with pytest.raises(RuntimeError, match=f"({' and '.join(names)}|{' and '.join(names[::-1])}) share memory"):
+                adamw_step_(*lists, **AMSGRAD)
+    lists = lists_of([(6,), (6,)], amsgrad=True)
+    lists[WRITTEN[pair[0]]][1] = random(1).abs().expand(6)
+    with pytest.raises(RuntimeError, match=rf"{pair[0]}\[1\] is expanded or overlaps itself"):
+        adamw_step_(*lists, **AMSGRAD)
 
 
 def test_rejects_shared_memory_around_others():

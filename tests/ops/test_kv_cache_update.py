@@ -1,5 +1,9 @@
 """kv_cache_update_ and kv_cache_update: rows into slots, through any strides, or nothing at all."""
 
+import functools
+import itertools
+import random
+
 import kit
 import pytest
 import torch
@@ -262,6 +266,46 @@ def test_rejects_caches_that_share_memory():
         [x.cpu() for x in out],
         list(reference(k_cache.cpu()[:1].expand(8, 2, 3), k_cache.cpu(), *(x.cpu() for x in (k, v, slots)))),
     )
+
+
+OF_EACH_SIZE = [torch.float64, torch.float32, torch.float16, torch.int8]
+
+
+def bytes_of(x):
+    """The address of each byte, once for each element that has it."""
+    address = torch.zeros(x.shape, dtype=torch.int64)
+    for d, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        address += (stride * torch.arange(size)).view(-1, *[1] * (x.dim() - 1 - d))
+    start = x.data_ptr() + address.flatten() * x.element_size()
+    return [int(first) + i for first in start for i in range(x.element_size())]
+
+
+@pytest.mark.parametrize("dtypes", itertools.product(OF_EACH_SIZE, repeat=2), ids=str)
+def test_views_of_one_storage_share_memory_where_they_have_a_byte_in_common(dtypes):
+    """Strided views of one storage in two dtypes, each of them the first and the second argument; and only there."""
+    chosen = random.Random(str(dtypes))
+    storage, slots, refused = torch.zeros(200, dtype=torch.int8, device=kit.DEVICE), kit.tensor([-1]), [0, 0, 0]
+    for _ in range(60):
+        caches = []
+        for dtype in dtypes:
+            shape, strides = (2, chosen.randint(1, 3)), (chosen.randint(1, 5), chosen.randint(1, 3))
+            caches.append(storage.view(dtype).as_strided(shape, strides, chosen.randint(0, 100 // dtype.itemsize)))
+        first, second = map(bytes_of, caches)
+        call = functools.partial(kv_cache_update_, *caches, *(x[:1].clone() for x in caches), slots)
+        itself = [len(set(each)) < len(each) for each in (first, second)]
+        if any(itself):
+            names = "|".join(name for name, each in zip(("k_cache", "v_cache"), itself, strict=True) if each)
+            refused[0] += 1
+            with pytest.raises(RuntimeError, match=f"({names}) is expanded or overlaps itself"):
+                call()
+        elif set(first) & set(second):
+            refused[1] += 1
+            with pytest.raises(RuntimeError, match="(k_cache and v_cache|v_cache and k_cache) share memory"):
+                call()
+        else:
+            refused[2] += 1
+            call()
+    assert min(refused) > 1
 
 
 # ---- autograd ----
