@@ -2,7 +2,10 @@
 
 import gc
 import io
+import itertools
+import operator
 import pickle
+import random
 import sys
 import threading
 from pathlib import Path
@@ -939,6 +942,47 @@ def test_spans_meet_where_they_share_a_byte():
     assert whole.covers(column) and whole.covers(whole) and column.covers(column) and whole.covers(top)
     assert not top.covers(whole) and not column.covers(next_column) and not column.covers(span(x[:3, 2]))
     assert not rest.covers(top) and not top.covers(rest) and not span(x[1:]).covers(whole)
+
+
+def addresses(x):
+    """Of its bytes, in its storage."""
+    places = {sum(map(operator.mul, each, x.stride())) for each in itertools.product(*map(range, x.shape))}
+    return {x.element_size() * (x.storage_offset() + place) + i for place in places for i in range(x.element_size())}
+
+
+def test_spans_of_two_dtypes_meet_where_they_share_a_byte():
+    """Views of one storage in two dtypes, in either order; a span covers another only if it has all of its bytes."""
+    chosen, counts = random.Random(0), [0, 0, 0]
+    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.int8]
+    with torch._C._DisableTorchDispatch():
+        storage = torch.zeros(240, dtype=torch.int8)
+        for _ in range(200):
+            views = []
+            for dtype in chosen.choices(dtypes, k=2):
+                shape = (chosen.randint(1, 3), chosen.randint(1, 3))
+                strides, start = (chosen.randint(1, 4), chosen.randint(1, 3)), chosen.randint(0, 10)
+                views.append(storage.view(dtype).as_strided(shape, strides, start))
+            (one, other), (here, there) = map(addresses, views), map(races.Span.of, views)
+            assert here.meets(there) == there.meets(here) == bool(one & other), [(x.dtype, x.stride()) for x in views]
+            assert not here.covers(there) or one >= other
+            counts = [counts[0] + bool(one & other), counts[1] + (not one & other), counts[2] + here.covers(there)]
+    assert min(counts) > 2
+
+
+@pytest.mark.parametrize("second", [torch.float32, torch.int64, torch.uint8], ids=str)
+def test_a_race_of_two_dtypes(second):
+    """One storage that another stream uses in another dtype: a race where the bytes meet, and none beside them."""
+    x = torch.zeros(64, dtype=torch.int16, device=DEVICE)
+    side = torch.openreg.Stream()
+    side.wait_stream(current())
+    x[:16].add_(1)  # the first 32 bytes
+    item = second.itemsize
+    other = x.view(second)
+    with side:
+        other[32 // item :].zero_()
+        with caught():
+            other[32 // item - 1].zero_()
+    current().wait_stream(side)
 
 
 @pytest.mark.parametrize("first, second", [(0, 1), (1, 0)])
