@@ -442,3 +442,30 @@ def test_statistics_survive_a_reset():
     stats = torch.openreg.memory_stats()
     assert stats["allocation.all.current"] == before - 5 >= 0 and stats["allocation.all.peak"] == before
     assert stats["allocation.all.freed"] == 5
+
+
+# ---- units ----
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+UNITS = {
+    1: "1 bytes", 1023: "1023 bytes", KIB: "1.00 KiB", KIB + 1: "1.00 KiB", 1536: "1.50 KiB", MIB - KIB: "1023.00 KiB",
+    MIB: "1.00 MiB", GIB - MIB: "1023.00 MiB", GIB: "1.00 GiB", 1023 * GIB: "1023.00 GiB", 1024 * GIB: "1.00 TiB",
+    1 << 50: "1.00 PiB", 1 << 60: "1.00 EiB",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", UNITS)
+def test_a_unit_begins_at_1024_of_the_one_below(size):
+    with (
+        torch.openreg.faults.inject("allocation", 1),
+        pytest.raises(torch.OutOfMemoryError, match=rf"Tried to allocate {UNITS[size]}\."),
+    ):
+        torch.openreg.caching_allocator_alloc(size, 1)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("text", "size"), [("1.5 gb", 3 * GIB // 2), ("4096k", 4 * MIB)])
+def test_the_size_of_the_memory_is_in_these_units(text, size):
+    code = "import torch; print(torch.openreg.mem_get_info()[1], torch.openreg.mem_get_info(1)[1])"
+    done = python("-c", code, OPENREG_DEVICE_MEMORY=text)
+    assert done.stdout.split() == [str(size)] * 2, done.stderr

@@ -11,6 +11,8 @@ import pytest
 import torch
 from held import held, waits
 
+from openreg_ops import _C
+
 N = 3000
 
 
@@ -72,6 +74,7 @@ HOST = {
     "to pageable memory": (lambda s, x, y: torch.empty(N).copy_(y, non_blocking=True), ["default1"]),
     "to pinned memory": (lambda s, x, y: torch.empty(N, pin_memory=True).copy_(y), ["default1"]),
     "from pageable memory": (lambda s, x, y: x.copy_(torch.ones(N)), ["default0"]),
+    "share": (lambda s, x, y: _C.share_storage(y.untyped_storage()), SECOND),
     # None of these waits.
     "queries": (lambda s, x, y: [stream.query() for stream in s.values()], []),
     "an event's query": (lambda s, x, y: [recorded(stream).query() for stream in s.values()], []),
@@ -165,6 +168,9 @@ ORDER = {
     "event.wait, the current stream": (lambda: lambda s: recorded(s["b0"]).wait(), [("b0", "default0")]),
     "an external event": (lambda: lambda s: s["b0"].wait_event(recorded(s["a0"], external=True)), [("a0", "b0")]),
     "between processes": (lambda: lambda s: s["b0"].wait_event(recorded(s["a0"], interprocess=True)), [("a0", "b0")]),
+    "default streams": (lambda: lambda s: s["default1"].wait_event(recorded(s["default0"])), [("default0", "default1")]),
+    "default streams, external": (lambda: lambda s: s["default1"].wait_event(recorded(s["default0"], external=True)), [("default0", "default1")]),
+    "default streams, between processes": (lambda: lambda s: s["default1"].wait_event(recorded(s["default0"], interprocess=True)), [("default0", "default1")]),
     "recorded again before": (lambda: lambda s: s["b0"].wait_event(recorded_again(s["a0"], s["default0"])), [("default0", "b0")]),
     "recorded again after": (lambda: waited_then_recorded, [("a0", "b0")]),
     "an event that is not recorded": (lambda: lambda s: s["b0"].wait_event(torch.openreg.Event()), []),
