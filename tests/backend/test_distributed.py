@@ -396,7 +396,7 @@ def check_errors():
     assert x.tolist() == [dist.get_world_size()] * 2
 
 
-def outcome(timeout, device, backend):
+def waited(timeout, device, backend):
     """What `work.wait(timeout)` does on rank 0 while rank 1 has not come; it comes when rank 0 waits or has given up."""
     group = dist.new_group([0, 1], backend=backend)
     if dist.get_rank() > 1:
@@ -426,7 +426,7 @@ def check_timeouts():
     limits = {timedelta(0): True, timedelta(microseconds=10): True, timedelta(milliseconds=-1): False}
     limits |= {timedelta(seconds=-5): False, timedelta(milliseconds=1): False, timedelta(days=36500): True}
     for limit, waits in limits.items():
-        found = [outcome(limit, device, backend) for device, backend in (("openreg", "occl"), ("cpu", "gloo"))]
+        found = [waited(limit, device, backend) for device, backend in (("openreg", "occl"), ("cpu", "gloo"))]
         assert found in ([None, None], [waits, waits]), limit
 
 

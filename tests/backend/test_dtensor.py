@@ -538,7 +538,9 @@ def test_a_rule_has_the_placements_that_are_right_and_no_other(name):
                 continue
             right = [ways(list(each), x) for each, x in zip(zip(*results, strict=True), whole, strict=True)]
             if outs is not None:
-                assert all(at in each for at, each in zip(outs, right, strict=True)), f"{placement} gives {right}, not {outs}"
+                assert all(at in each for at, each in zip(outs, right, strict=True)), (
+                    f"{placement} gives {right}, not {outs}"
+                )
                 split += any(at is not None for at in placement.values())
             elif all(right) and not all(R in each for each in right):
                 sharded = {(each, d) for each, d in placement.items() if d is not None}

@@ -48,9 +48,9 @@ class _Interface(ctypes.Structure):
 _library = ctypes.CDLL(str(Path(openreg_ops.library_paths()[0]) / "libopenreg_ops.so"))
 _library.openreg_get_interface.restype = ctypes.POINTER(_Interface)
 _table = _library.openreg_get_interface(1, 0, ctypes.byref(ctypes.c_char_p())).contents
-_enqueue = ctypes.CFUNCTYPE(
-    ctypes.c_int32, _Stream, ctypes.POINTER(_Site), ctypes.POINTER(_Work), ctypes.c_void_p
-)(_table.enqueue)
+_enqueue = ctypes.CFUNCTYPE(ctypes.c_int32, _Stream, ctypes.POINTER(_Site), ctypes.POINTER(_Work), ctypes.c_void_p)(
+    _table.enqueue
+)
 _site = _Site(b"held", b"held", b"held.py", 0, 0, 0)  # whose strings live as long as the process
 
 

@@ -271,7 +271,11 @@ def test_every_call_is_tried_on_a_lost_device():
     classes = {"Stream": torch.Stream, "Event": type(torch.openreg.Event(interprocess=True)), "Graph": O.Graph}
     classes |= {"MemPool": O.MemPool, "Generator": torch.Generator}
     names = {f"{name}.{each}" for name, kind in classes.items() for each in dir(kind) if not each.startswith("_")}
-    names |= {each for each in O.__all__ if not each.endswith(("Tensor", "Storage", "Error")) and "autocast" not in each and "amp" not in each}
+    names |= {
+        each
+        for each in O.__all__
+        if not each.endswith(("Tensor", "Storage", "Error")) and "autocast" not in each and "amp" not in each
+    }
     tried = {name.split()[0] for name in (*LOST, *KEPT)}
     assert names - tried == set(UNASKED) & names and not set(UNASKED) - names
     assert not {name for name in tried - names if not name.startswith(("Tensor.", "_sleep", "Stream.priority_range"))}
@@ -298,7 +302,9 @@ def test_a_lost_device_stays_lost_until_it_is_reset(index, mode):
                     if world.index != index and name not in ("Graph.capture_begin", "Tensor.to the other device"):
                         call(world)
                     elif world.index == index:
-                        with pytest.raises(torch.AcceleratorError, match=rf"openreg:{index} is lost.*reset_device\({index}\)"):
+                        with pytest.raises(
+                            torch.AcceleratorError, match=rf"openreg:{index} is lost.*reset_device\({index}\)"
+                        ):
                             call(world)
                             pytest.fail(f"{name} does not raise")
             torch.openreg.reset_device(1 - index)  # which is not the one
@@ -340,6 +346,14 @@ def test_latency_of_work_that_the_host_waits_for():
         (dict(kind="memory"), "expected fraction, from 0 to 1, for memory"),
         (dict(kind="memory", fraction=2.0), "from 0 to 1"),
         (dict(kind="copy", after=-1), "expected after and times of at least 0"),
+        (dict(kind="copy", times=-1), "expected after and times of at least 0"),
+        (dict(kind="memory", fraction=-0.1), "from 0 to 1"),
+        (dict(kind="kernel", fraction=0.5), "expected fraction, from 0 to 1, for memory and for no other kind"),
+        (dict(kind="copy_latency", seconds=-1.0), "expected seconds, at least 0"),
+        (dict(kind="kernel", times=1.5), "as integers"),
+        (dict(kind="kernel", after=2**63), "as integers"),
+        (dict(kind="kernel", times=2**63), "as integers"),
+        (dict(kind="memory", fraction=0.5, times=1), "do not apply to memory"),
         (dict(kind="memory", fraction=0.5, after=1), "do not apply to memory"),
         (dict(kind="kernel", after=1.5), "as integers"),
         (dict(kind="kernel_latency", seconds=float("inf")), "seconds of at most 1000000000, but got inf"),
@@ -503,11 +517,11 @@ def test_the_ends_of_a_fraction(fraction):
         torch.ones(3, device="openreg:0")
 
 
-@pytest.mark.parametrize("modes", [("inline", "inline"), ("async", "async")])
-def test_the_error_of_one_device_is_not_the_others(modes):
+@pytest.mark.parametrize("mode", ["inline", "async"])
+def test_the_error_of_one_device_is_not_the_others(mode):
     """Nor is it taken along when the other device is waited for."""
     x = [torch.ones(3, device=f"openreg:{i}") for i in (0, 1)]
-    with torch.openreg.launch_mode(modes[0]):
+    with torch.openreg.launch_mode(mode):
         for index in (0, 1):
             with inject("kernel", index):
                 x[index] + 1
