@@ -1,4 +1,4 @@
-"""What waits for what, on two devices with three streams each: one stream at a time is busy until the test lets it go.
+"""What waits for what, on two devices with four streams each: one stream at a time is busy until the test lets it go.
 
 A fast kernel hides a missing wait, and a wait that is too wide is seen by nobody. So each call is tried with work on each
 stream in turn, and waits for the streams that it should wait for and for no other.
@@ -18,11 +18,11 @@ N = 3000
 
 @pytest.fixture(scope="module")
 def streams():
-    """The default stream and two others of each device, by name."""
+    """The default stream, two others and an urgent one of each device, by name."""
     named = {f"default{i}": torch.openreg.default_stream(i) for i in (0, 1)}
     for name in ("a", "b"):
         named |= {f"{name}{i}": torch.openreg.Stream(i) for i in (0, 1)}
-    return named
+    return named | {f"urgent{i}": torch.openreg.Stream(i, priority=-1) for i in (0, 1)}
 
 
 @pytest.fixture(params=["inline", "async"])
@@ -35,7 +35,7 @@ def mode(request):
 
 # ---- calls for which the host waits ----
 
-FIRST, SECOND = ["default0", "a0", "b0"], ["default1", "a1", "b1"]
+FIRST, SECOND = ["default0", "a0", "b0", "urgent0"], ["default1", "a1", "b1", "urgent1"]
 
 
 def recorded(stream, **options):
@@ -58,6 +58,7 @@ HOST = {
     "the current device": (lambda s, x, y: on(s["a1"], torch.openreg.synchronize), SECOND),
     "a stream": (lambda s, x, y: s["a0"].synchronize(), ["a0"]),
     "the default stream": (lambda s, x, y: s["default1"].synchronize(), ["default1"]),
+    "an urgent stream": (lambda s, x, y: s["urgent1"].synchronize(), ["urgent1"]),
     "an event": (lambda s, x, y: recorded(s["b1"]).synchronize(), ["b1"]),
     "an event between processes": (lambda s, x, y: recorded(s["b0"], interprocess=True).synchronize(), ["b0"]),
     "an external event": (lambda s, x, y: recorded(s["a0"], external=True).synchronize(), ["a0"]),
@@ -164,6 +165,8 @@ ORDER = {
     "wait_stream": (lambda: lambda s: s["b0"].wait_stream(s["a0"]), [("a0", "b0")]),
     "wait_stream of the second device": (lambda: lambda s: s["b0"].wait_stream(s["a1"]), [("a1", "b0")]),
     "wait_event": (lambda: lambda s: s["a1"].wait_event(recorded(s["a0"])), [("a0", "a1")]),
+    "an urgent stream": (lambda: lambda s: s["urgent0"].wait_stream(s["a0"]), [("a0", "urgent0")]),
+    "for an urgent stream": (lambda: lambda s: s["a0"].wait_stream(s["urgent0"]), [("urgent0", "a0")]),
     "event.wait": (lambda: lambda s: recorded(s["default0"]).wait(s["b0"]), [("default0", "b0")]),
     "event.wait, the current stream": (lambda: lambda s: recorded(s["b0"]).wait(), [("b0", "default0")]),
     "an external event": (lambda: lambda s: s["b0"].wait_event(recorded(s["a0"], external=True)), [("a0", "b0")]),
