@@ -242,10 +242,19 @@ def test_events():
 
 
 def test_untimed_events_have_no_time():
-    a, b = torch.openreg.Event(), torch.openreg.Event()
-    a.record(), b.record()
-    with pytest.raises((RuntimeError, ValueError), match="enable_timing"):
-        a.elapsed_time(b)
+    """Nor has one that has timing with one that has not, the first or the second, nor two of different devices."""
+    timed, plain = torch.openreg.Event(enable_timing=True), torch.openreg.Event()
+    timed.record(), plain.record()
+    for a, b in ((plain, plain), (timed, plain), (plain, timed)):
+        with pytest.raises((RuntimeError, ValueError), match="enable_timing"):
+            a.elapsed_time(b)
+    with torch.openreg.device(1):
+        other = torch.openreg.Event(enable_timing=True)
+        other.record()
+    for a, b in ((timed, other), (other, timed)):
+        with pytest.raises((RuntimeError, ValueError), match="device"):
+            a.elapsed_time(b)
+    assert timed.elapsed_time(timed) == 0 == other.elapsed_time(other)
 
 
 def test_memory_numbers():
