@@ -407,3 +407,19 @@ def test_free_memory_of_a_pool_goes_to_no_other_thread():
     barrier.wait()
     thread.join()
     assert not any(inside(pool, x) for x in made) and active and not any(active)
+
+
+@pytest.mark.parametrize("size", [1000, 1 << 20])
+def test_empty_cache_of_a_graphs_pool_takes_nothing_from_the_graph(size):
+    """What the graph frees between its nodes is written again by each replay, so no other tensor may get it."""
+    x, graph = torch.ones(size, device="openreg"), torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        between = x + 1
+        address = between.data_ptr()
+        y = between * 2
+        del between
+    torch.openreg.empty_cache(graph.pool())
+    others = [torch.full((size,), 7.0, device="openreg") for _ in range(50)]
+    assert address not in {each.data_ptr() for each in others}
+    graph.replay()
+    assert y.unique().tolist() == [4] and all(each.unique().tolist() == [7] for each in others)
