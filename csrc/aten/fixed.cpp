@@ -49,6 +49,7 @@
 #include <ATen/ops/tanh_native.h>
 #include <ATen/ops/threshold_backward_native.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -135,8 +136,9 @@ class Made<S, void (M::*)(A...)> final : public S, public Object {
 
   void run() override { call(outputs_count()); }
 
-  // Whether the object always computes on the tensors themselves. An iterator that converts an argument keeps a copy of
-  // it, which is valid only for a constant, and some kernels for narrow floats remove a scalar from the iterator.
+  // Whether the object always computes on the call's own tensors. A meta function or an iterator that converts an
+  // argument keeps a copy of its values, which is valid only for a constant. Some kernels for narrow floats remove a
+  // scalar from the iterator.
   bool usable() const override {
     if (!fits_) return false;
     if constexpr (kIterates) {
@@ -144,8 +146,11 @@ class Made<S, void (M::*)(A...)> final : public S, public Object {
       for (int i = 0; i < this->ntensors(); ++i) {
         const auto& operand = this->operands_[static_cast<size_t>(i)];
         const auto& original = operand.original_tensor_base();
-        if (original.defined() && (i < this->noutputs() || device_of(original.const_data_ptr()) >= 0)) return false;
-        scalar |= i >= this->noutputs() && operand.tensor_base().numel() == 1;
+        const at::TensorBase& given = original.defined() ? original : operand.tensor_base();
+        const bool output = i < this->noutputs();
+        if (original.defined() && (output || device_of(original.const_data_ptr()) >= 0)) return false;
+        if (!is_own(given) && (output || !given.unsafeGetTensorImpl()->is_wrapped_number())) return false;
+        scalar |= !output && operand.tensor_base().numel() == 1;
       }
       if (scalar && at::isReducedFloatingType(this->common_dtype())) return false;
     }
@@ -170,6 +175,19 @@ class Made<S, void (M::*)(A...)> final : public S, public Object {
   Made(const Stack& stack, std::vector<at::Tensor> outputs, std::index_sequence<i...>)
       : kept_(Kept<std::decay_t<A>>(stack[i])...), outputs_(std::move(outputs)) {
     S::meta(std::get<i>(kept_).get()...);
+  }
+
+  // Whether a tensor is, or views, an argument or an output of the call.
+  bool is_own(const at::TensorBase& x) const {
+    const auto same = [&](const at::Tensor& each) { return each.defined() && each.is_alias_of(x); };
+    const auto kept = [&](const auto& each) {
+      using Value = std::decay_t<decltype(each.value)>;
+      if constexpr (std::is_same_v<Value, at::Tensor>) return same(each.value);
+      else if constexpr (std::is_same_v<Value, std::optional<at::Tensor>>) return each.value && same(*each.value);
+      else return false;
+    };
+    return std::any_of(outputs_.begin(), outputs_.end(), same) ||
+        std::apply([&](const auto&... each) { return (kept(each) || ...); }, kept_);
   }
 
   template <class... I>

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 import unittest.mock
 import warnings
@@ -186,7 +187,10 @@ def supported(device: str) -> bool:
 def check(
     op: Any, dtype: torch.dtype, device: str, samples: int, report: opinfo.Report, at: At = lambda _: None
 ) -> None:
-    """`compare` for the samples of an OpInfo, functional and in place."""
+    """`compare` for the samples of an OpInfo, functional and in place, and `check_numbers`.
+
+    `report` counts only the samples: not each number can be captured.
+    """
     if op.name in opinfo.UNINITIALIZED:
         return
     for i, sample in enumerate(opinfo._samples(op, dtype, False, samples)):
@@ -196,6 +200,63 @@ def check(
             if function is not None:
                 at(f"{CHECK}, sample {i}, {what}")
                 compare(report, i, what, function, arguments, device)
+    numbers = opinfo.Report()
+    check_numbers(op, dtype, device, numbers, at)
+    report.failures += numbers.failures
+
+
+NUMBERS = (3, -1.5, 0.5 + 2j)
+
+
+def with_number(value: Any, number: complex) -> Any:
+    """`number` in place of a tensor or a number, or of each in a list; the value itself where there is none.
+
+    An integer stays if `number` is one: it may be a dimension or a mode.
+    """
+    match value:
+        case bool():
+            return value
+        case int():
+            return value if isinstance(number, int) else number
+        case float() | complex() | torch.Tensor() | [torch.Tensor(), *_]:
+            return number
+        case [*items] if items and all(type(x) in (int, float, complex) for x in items):
+            return [with_number(x, number) for x in items]
+    return value
+
+
+def check_numbers(op: Any, dtype: torch.dtype, device: str, report: opinfo.Report, at: At = lambda _: None) -> None:
+    """`compare` with an integer, a float and a complex number beside the tensors: a number may promote their dtype.
+
+    Each number takes the place of each argument after the first, and of all of them, in the functional, the in-place and
+    the out= form. The samples are the first one and the first one with numbers.
+    """
+    made = [each for each in opinfo._samples(op, dtype, False, 6) if isinstance(each.input, (torch.Tensor, list))]
+    numeric = [
+        each for each in made if any(type(x) in (int, float, complex) for x in (*each.args, *each.kwargs.values()))
+    ]
+    for i, sample in enumerate({id(each): each for each in (*made[:1], *numeric[:1])}.values()):
+        given = dict(enumerate(sample.args)) | sample.kwargs
+        choices = [*([place] for place in given), *([list(given)] if len(given) > 1 else [])]
+        for places, number in itertools.product(choices, NUMBERS):
+            changed = dict(given)
+            for k, place in enumerate(places):
+                changed[place] = with_number(given[place], number + 4 * k)  # a range, for clamp
+            if all(changed[place] is given[place] for place in places):
+                continue
+            args = [sample.input, *(changed[k] for k in range(len(sample.args)))]
+            kwargs = {name: changed[name] for name in sample.kwargs}
+            what = f"{number} as argument {', '.join(map(str, places))}"
+            forms = {what: (op.op, {}), f"{what}, in place": (op.get_inplace(), {})}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = opinfo.run(lambda _, args=args, kwargs=kwargs: op.op(*args, **kwargs), "cpu").value
+            if op.supports_out and isinstance(result, torch.Tensor) and "out" not in kwargs:
+                forms[f"{what}, out="] = op.op, {"out": torch.zeros_like(result)}
+            for form, (function, more) in forms.items():
+                if function is not None:
+                    at(f"{CHECK}, {form}")
+                    compare(report, i, form, function, (args, kwargs | more), device)
 
 
 def check_module(info: Any, dtype: torch.dtype, device: str, report: opinfo.Report, at: At = lambda _: None) -> None:

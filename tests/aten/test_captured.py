@@ -48,6 +48,36 @@ def test_replay_is_eager_in_other_dtypes(name, dtype):
     assert not report.failures, found(report)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["clamp", "clamp_min", "pow", "_foreach_pow", "_foreach_clamp_min", "eq", "lerp"])
+def test_numbers_beside_tensors(name, dtype):
+    """A number may promote the dtype of the tensors beside it; a converted copy must not outlive the capture."""
+    op, report = opinfo.database()[name], opinfo.Report()
+    graphs.check_numbers(op, dtype, DEVICE, report)
+    assert not report.failures, found(report)
+
+
+def test_a_replay_of_a_promotion_reads_its_input():
+    x = torch.tensor([3, -7, 1], device=DEVICE)
+    flags, one, wide = x > 0, torch.tensor(5, device=DEVICE), torch.empty(3, device=DEVICE)
+    functions = [
+        lambda: x.clamp(-1.5, 1.5),
+        lambda: flags.clamp(0, 1),
+        lambda: x.pow(0.5),
+        lambda: flags.square(),
+        lambda: one.clamp_min(1.5),
+        lambda: torch.clamp(x[::2], -1.5, 1.5, out=wide[:2]).clone(),
+    ]
+    graph, results = captured(lambda: [each() for each in functions])
+    for values in ([3, -7, 1], [0, 5, 9]):
+        x.copy_(torch.tensor(values))
+        flags.copy_(x > 2)
+        one.fill_(values[1])
+        graph.replay()
+        for function, result in zip(functions, results, strict=True):
+            assert torch.equal(result.nan_to_num(7), function().nan_to_num(7))
+
+
 MODULES = ("nn.Linear", "nn.Conv2d", "nn.BatchNorm1d", "nn.LayerNorm", "nn.LSTM", "nn.MultiheadAttention", "nn.Embedding",
            "nn.CrossEntropyLoss")  # fmt: skip
 

@@ -482,6 +482,26 @@ def test_out_of_memory_in_async_mode(more):
 # ---- captured graphs ----
 
 
+def test_a_graph_that_keeps_what_a_number_promoted(monkeypatch):
+    """The copy in another dtype has the values of the capture."""
+    kept = {}
+
+    def clamp(x, low):
+        key = torch.accelerator.current_stream().stream_id, low
+        if torch.promote_types(x.dtype, torch.result_type(x, low)) != x.dtype:
+            x = x.to(torch.result_type(x, low))
+            if torch.openreg.is_current_stream_capturing():
+                x = kept.setdefault(key, torch.zeros_like(x))
+        return x.clamp(low)
+
+    op = operator(clamp, count=1)
+    op.sample_inputs_func = lambda *_, **__: [SampleInput(torch.tensor([3, -7, 1]), args=(2,))]
+    report = opinfo.Report()
+    graphs.check_numbers(op, torch.int64, DEVICE, report)
+    assert [f.kind for f in report.failures] == ["value"] and report.ran["graph"] == 2
+    assert report.failures[0].message.startswith("-1.5 as argument 0: replay 0 gave")
+
+
 @pytest.mark.parametrize("kind", ["value", "error", None])
 def test_a_graph_that_differs_from_eager_mode(kind):
     if not graphs.supported(DEVICE):
