@@ -259,6 +259,7 @@ class CompiledGraph {
     std::vector<MemoryCopy> before, after;
     for (size_t i = 0; i < given.size(); ++i) {
       if (!given[i].defined()) continue;
+      expect_memory("torch.compile", given[i]);
       const Input& to = inputs_[i];
       if (to.bytes) before.push_back({const_cast<char*>(to.address), address_of(given[i]), to.bytes});
       else if (given[i].numel()) without_expanded(to.buffer).copy_(without_expanded(given[i]));

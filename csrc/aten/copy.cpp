@@ -36,8 +36,7 @@ bool is_plain(const at::Tensor& x) {
 // host memory.
 bool is_plain(const at::Tensor& from, const at::Tensor& to) {
   const auto memory = [](const at::Tensor& x) {
-    return is_plain(x) && (x.is_privateuseone() || (x.is_cpu() && is_pinned(x.const_data_ptr()))) &&
-        x.storage().data(); // the program may have freed it
+    return is_plain(x) && (x.is_privateuseone() || (x.is_cpu() && is_pinned(x.const_data_ptr())));
   };
   return from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() && from.strides() == to.strides() &&
       from.numel() && memory(from) && memory(to);
@@ -153,6 +152,7 @@ void wait_in_capture(Stream stream, Stream other) {
 // copy_() gets here when either side is on the device. Runs on the current stream of the source's device (the
 // destination's, if the source is on the host), as on CUDA, in order with the other device's stream.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
+  for (const at::Tensor* x : {&self, &destination}) expect_memory("aten::copy_", *x);
   const bool between =
       self.is_privateuseone() && destination.is_privateuseone() && self.device() != destination.device();
   const Stream here = detail::thread_stream((self.is_privateuseone() ? self : destination).device().index());

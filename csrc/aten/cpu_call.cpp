@@ -220,11 +220,15 @@ const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
   // The first argument is the one computed on, so it must not be a host tensor: x[i] accepts i on the host, but not x.
   if (devices_ == kSame && tensor.is_cpu() && !write && ((host_tensors_ && device_ >= 0) || tensor.dim() == 0)) {
     if (!host_tensors_) check_scalar(name_, !host_storages_.empty());
+    expect_memory(name_, tensor);
     if (tensor.has_storage())
       host_storages_.push_back(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     return tensor;
   }
-  if (devices_ == kAny && tensor.is_cpu()) return tensor;
+  if (devices_ == kAny && tensor.is_cpu()) {
+    expect_memory(name_, tensor);
+    return tensor;
+  }
   refuse(tensor);
 }
 
@@ -305,10 +309,7 @@ void CpuCall::alias_dense(Slot& slot) {
     LendDeviceMemory here(real->device().index()); // this is where copy-on-write memory becomes the tensor's own
     slot.data = storage->mutable_data();
   }
-  TORCH_CHECK(slot.data || real->numel() == 0 || real->key_set().has(DispatchKey::ZeroTensor),
-      "openreg: a kernel got a tensor of shape ", real->sizes(),
-      " without memory: its storage was freed or resized to nothing, or it is a wrapper whose own dispatch was turned "
-      "off");
+  if (C10_UNLIKELY(!slot.data)) expect_memory(name_, *slot.original);
   slot.bytes = storage->nbytes();
   auto& data = slot.storage->_mutable_data_ptr_no_checks();
   if (C10_UNLIKELY(!data.unsafe_reset_data_and_ctx(slot.data)))

@@ -152,6 +152,14 @@ void resize_storage(c10::StorageImpl* storage, size_t bytes) {
   storage->set_nbytes(bytes);
 }
 
+void expect_memory(const char* op, const at::TensorBase& x) {
+  if (!x.defined() || !x.has_storage() || C10_LIKELY(x.storage().data() != nullptr)) return;
+  TORCH_CHECK(x.numel() == 0 || x.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::ZeroTensor), op,
+      ": a kernel got a tensor of shape ", x.sizes(), " on ", x.device(),
+      " without memory: its storage was freed or resized to nothing, or it is a wrapper whose own dispatch was turned "
+      "off");
+}
+
 void move_to_host(c10::StorageImpl* storage) {
   const void* data = storage->data();
   if (!data || device_of(data) < 0) return;

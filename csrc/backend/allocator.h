@@ -1,6 +1,7 @@
 // The allocators that PyTorch sees: device memory, and the CPU allocator inside a CPU kernel's call.
 #pragma once
 
+#include <ATen/core/TensorBase.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/StorageImpl.h>
@@ -22,6 +23,10 @@ void replace_memory(c10::StorageImpl* storage, c10::DataPtr&& data);
 
 // Grows or shrinks a device storage, keeping what fits.
 void resize_storage(c10::StorageImpl* storage, size_t bytes);
+
+// Throws if a tensor with elements has no memory: the program freed its storage or resized it to nothing. `op`: the
+// operator, for the message. Exported for the operators, which are in a separate library.
+__attribute__((visibility("default"))) void expect_memory(const char* op, const at::TensorBase& x);
 
 // Copies a storage's memory to the host if it is device memory.
 void move_to_host(c10::StorageImpl* storage);

@@ -114,6 +114,7 @@ class Arguments {
     if (device == -1) device = tensor.device().index();
     TORCH_CHECK(tensor.device().index() == device, "occl: ", name.operation, ": expected tensors on one device, but ",
         "got openreg:", static_cast<int>(device), " and ", tensor.device(), "; move one with .to()");
+    expect_memory(name.operation, tensor);
     if (tensor.layout() == at::kSparse && sparse) return;
     if (tensor.layout() != at::kStrided)
       C10_THROW_ERROR(ValueError,

@@ -214,6 +214,8 @@ void adamw_step_(at::TensorList params, at::TensorList grads, at::TensorList exp
   check_adamw_step_("adamw_step_", params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, lr, beta1, beta2,
       weight_decay, eps, amsgrad, maximize, grad_scale, found_inf);
   if (params.empty()) return;
+  for (const at::TensorList list : {params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps})
+    for (const Tensor& x : list) expect_memory("adamw_step_", x);
   const Options o{beta1, beta2, weight_decay, eps, amsgrad, maximize};
   WrittenTo written("adamw_step_");
   written.add("params", params);

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "../aten/minimal.h"
+#include "../backend/allocator.h"
 
 namespace openreg::ops {
 

@@ -115,6 +115,7 @@ Tensor source(const Tensor& x, const Tensor& k_cache, const Tensor& v_cache) {
 
 void write_rows(const char* op, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_, const Tensor& v_,
     const Tensor& slots_) {
+  for (const Tensor* x : {&k_cache, &v_cache, &k_, &v_, &slots_}) expect_memory(op, *x);
   const Tensor k = source(k_, k_cache, v_cache), v = source(v_, k_cache, v_cache),
                slots = source(slots_.to(at::kLong), k_cache, v_cache);
   const Stream stream = current_stream(k_cache.get_device());

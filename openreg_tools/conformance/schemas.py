@@ -1,8 +1,9 @@
 """Checks of every operator that a device lists, with arguments made from its schema and with garbage.
 
-`check(op, device)` makes two comparisons. ``generated`` calls the operator with arguments that the CPU accepts, and
+`check(op, device)` makes three. ``generated`` calls the operator with arguments that the CPU accepts, and
 compares the results as `opinfo` does. ``garbage`` damages such arguments: the call must return or raise, without ending
-the process or failing an internal assertion, and the device must accept what the CPU accepts.
+the process or failing an internal assertion, and the device must accept what the CPU accepts. ``freed`` takes the memory
+of one tensor at a time: see `freed`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import backends, dispatch, operators
-from openreg_tools.conformance import generated, opinfo, survey
+from openreg_tools.conformance import freed, generated, opinfo, survey
 from openreg_tools.conformance.calls import Call, Move, stays_within
 from openreg_tools.conformance.recipes import RECIPES
 
-CHECKS = ("generated", "garbage")
+CHECKS = ("generated", "garbage", freed.CHECK)
 ATTEMPTS = 240
 
 # Operators that PyTorch's own code calls with arguments that no schema describes, and the OpInfo that calls each.
@@ -368,6 +369,8 @@ def check(
                     report.ran["generated"] += 1
                     continue
                 _compare(report, name, call, i, device)
+        for i, call in enumerate(calls if freed.CHECK in checks else ()):
+            freed.compare(report, i, f"sample {i}", functools.partial(_call, name, call), lambda: Move(device), at)
         if "generated" in checks and not calls:
             _refused(report, name, samples, device, at)
         if "garbage" in checks and is_own(name, device):

@@ -7,6 +7,7 @@ not change. The device is only a name here: ``"cpu"`` checks the checker itself.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -14,11 +15,11 @@ from typing import Any
 
 import torch
 
-from openreg_tools.conformance import asynchronous, attention, graphs, layouts, opinfo, transforms
+from openreg_tools.conformance import asynchronous, attention, freed, graphs, layouts, opinfo, transforms
 from openreg_tools.conformance.one_sample import Sample
 
 DIRECT = ("forward", "backward", "inplace", "out", "sparse", "errors")
-CHECKS = (*DIRECT, "layouts", "attention", "async", "async_errors", graphs.CHECK, *transforms.CHECKS)
+CHECKS = (*DIRECT, "layouts", "attention", "async", "async_errors", graphs.CHECK, freed.CHECK, *transforms.CHECKS)
 
 
 def check(
@@ -47,7 +48,7 @@ def check(
         for i, sample in enumerate(opinfo._samples(op, dtype, requires_grad, samples)):
             one = Sample(op, sample, i, device, report)
             for name in checks:
-                if name in ("sparse", "errors", "async", "async_errors", graphs.CHECK) or (
+                if name in ("sparse", "errors", "async", "async_errors", graphs.CHECK, freed.CHECK) or (
                     name == "backward" and not backward
                 ):
                     continue
@@ -72,6 +73,11 @@ def check(
                 Sample(op, wrong.sample_input, i, device, report).forward("errors")
         if {"async", "async_errors"} & set(checks):
             asynchronous.check(op, dtype, device, samples, checks, report, at)
+        if freed.CHECK in checks and dtype == opinfo._first_dtype(op):
+            for i, sample in enumerate(opinfo._samples(op, dtype, False, samples)):
+                one = Sample(op, sample, i, device, report)
+                call = functools.partial(one.call, op)
+                freed.compare(report, i, f"sample {i}", call, lambda: opinfo.Mover(device), at)
         if graphs.CHECK in checks and graphs.supported(device):
             graphs.check(op, dtype, device, samples, report, at)
     return report

@@ -307,6 +307,28 @@ def test_abs_of_bool_is_itself_as_on_cuda():
     assert torch.equal(x.abs(), x) and x.abs().data_ptr() != x.data_ptr() and x.abs_() is x
 
 
+@pytest.mark.parametrize("mode", ["inline", "async"])
+def test_abs_without_memory(mode):
+    x, out = torch.arange(1000.0, device="openreg"), torch.empty(1000, device="openreg")
+    x.untyped_storage().resize_(0)
+    out.untyped_storage().resize_(0)
+    calls = (
+        x.abs, x.abs_, x.isinf, x.isfinite, x.t().abs, lambda: torch._foreach_abs([out, x]), lambda: repr(x),
+        lambda: torch.abs(torch.ones(1000, device="openreg"), out=out), lambda: x.view(torch.int32).abs(),
+        lambda: x.new_ones(1000).abs_().copy_(x),
+    )  # fmt: skip
+    with torch.openreg.launch_mode(mode):
+        for call in calls:
+            with pytest.raises(RuntimeError, match="^aten::.*without memory"):
+                call()
+    graph, stream = torch.openreg.Graph(), torch.openreg.Stream()
+    with stream:
+        graph.capture_begin()
+        with pytest.raises(RuntimeError, match="^aten::abs.*without memory"):
+            x.abs()
+        graph.capture_end()
+
+
 def test_selu_overrides_autograd():
     assert (
         "overrides/selu.cpp"

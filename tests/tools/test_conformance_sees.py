@@ -13,6 +13,7 @@ from torch.testing._internal.opinfo.core import ErrorInput, OpInfo, SampleInput
 from openreg_tools.conformance import (
     calls,
     cuda_dtypes,
+    freed,
     generated,
     graphs,
     layouts,
@@ -477,6 +478,27 @@ def test_out_of_memory_in_async_mode(more):
     held = []
     report = sweep.check(operator(function), torch.float32, DEVICE, 1, ("async_errors",))
     assert report.ran["async_errors"] and bool(report.failures) == bool(more)
+
+
+# ---- arguments without memory ----
+
+
+@pytest.mark.parametrize("reads, kind", [(False, None), (True, "internal")])
+def test_a_call_that_does_not_expect_an_argument_without_memory(reads, kind):
+    asked = []
+
+    def call(move):
+        x, y = move(torch.ones(3)), move(torch.ones(3))
+        asked.append((x.untyped_storage().nbytes(), y.untyped_storage().nbytes()))
+        if reads and not y.untyped_storage().nbytes():
+            raise RuntimeError("data INTERNAL ASSERT FAILED")
+        return x + y  # raises what it may raise
+
+    report, places = opinfo.Report(), []
+    freed.compare(report, 4, "sample 4", call, lambda: opinfo.Mover(DEVICE), places.append)
+    assert asked == [(12, 12), (0, 12), (0, 12), (12, 0), (12, 0)]  # in both launch modes
+    assert report.ran["freed"] == 4 and places[-1] == "freed, sample 4, tensor 1, async"
+    assert {(f.check, f.kind, f.sample) for f in report.failures} == ({("freed", kind, 4)} if kind else set())
 
 
 # ---- captured graphs ----

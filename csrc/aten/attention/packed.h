@@ -387,6 +387,7 @@ inline const uint64_t* check_random(
   check_tensor(c, name, x, query);
   TORCH_CHECK(x.element_size() == 8 && x.numel() == count && x.is_contiguous(), c.op, ": expected ", name, " of ",
       count, " 64-bit integers, as forward returned it, but got ", x.sizes(), " of ", dtype_name(x.scalar_type()));
+  expect_memory(c.op, x);
   return static_cast<const uint64_t*>(x.const_data_ptr());
 }
 

@@ -13,6 +13,7 @@ namespace {
 // The device computes like the CPU, so the device's stub is the CPU's, called through run(). CUDA also supports bool,
 // where abs is the identity.
 void abs_kernel(at::TensorIteratorBase& iter) {
+  for (int i = 0; i < iter.ntensors(); ++i) expect_memory("aten::abs", iter.tensor_base(i));
   if (iter.common_dtype() == at::kBool) {
     iter.tensor(0).copy_(iter.tensor(1));
     return;
