@@ -69,8 +69,9 @@ at::GraphCaptureMode mode_of(const std::string& name) {
 // The nodes, for the tools.
 py::list nodes_of(const DeviceGraph& graph) {
   py::list nodes;
-  TORCH_CHECK(graph.graph(), "no graph has been captured; capture one first");
-  for (const GraphNode& node : graph.graph()->nodes) {
+  const auto captured = graph.graph();
+  TORCH_CHECK(captured, "no graph has been captured; capture one first");
+  for (const GraphNode& node : captured->nodes) {
     py::list uses;
     for (const MemoryUse& use : node.uses)
       uses.append(py::make_tuple(reinterpret_cast<uintptr_t>(use.address), use.bytes, use.written));

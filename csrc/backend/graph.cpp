@@ -27,6 +27,7 @@ void DeviceGraph::register_generator_state(const at::Generator& generator) {
 
 void DeviceGraph::capture_begin(at::MempoolId_t pool, at::GraphCaptureMode mode) {
   initialize();
+  std::lock_guard lock(state_);
   TORCH_CHECK(!capturing_ && !graph_, "capture_begin: this graph has ",
       capturing_ ? "a capture that has not ended" : "been captured", "; call reset() first, or use another graph");
   const Stream stream = current_stream(current_device());
@@ -44,37 +45,42 @@ void DeviceGraph::capture_begin(at::MempoolId_t pool, at::GraphCaptureMode mode)
 
 void DeviceGraph::capture_end() {
   check_not_forked();
+  std::unique_lock lock(state_);
   TORCH_CHECK(capturing_, "capture_end: no capture has begun; call capture_begin() first");
-  const Stream stream = current_stream(stream_.device);
-  if (stream != stream_) { // the program made another one current and left it so
+  const Stream began = stream_, stream = current_stream(began.device);
+  if (stream != began) { // the program made another one current and left it so
+    lock.unlock();
     reset();
     throw_device_error("openreg error: a capture must end on the stream that it began on, stream " +
-        std::to_string(stream_.id) + ", but the current one is stream " + std::to_string(stream.id) +
+        std::to_string(began.id) + ", but the current one is stream " + std::to_string(stream.id) +
         "; make that one current. The capture is over, and its memory is free");
   }
   capturing_ = false;
-  graph_ = end_capture(stream_);
-  if (graph_->nodes.empty())
+  graph_ = end_capture(began);
+  const bool empty = graph_->nodes.empty();
+  lock.unlock();
+  if (empty)
     TORCH_WARN(
         "The graph is empty. This usually means that the graph was attempted to be captured on wrong device or "
         "stream.");
 }
 
 void DeviceGraph::instantiate() {
-  TORCH_CHECK(graph_, "instantiate: no graph has been captured; capture one first");
+  TORCH_CHECK(graph(), "instantiate: no graph has been captured; capture one first");
   TORCH_CHECK(keep_graph_,
       "instantiate: expected a graph created with keep_graph=True; others are executable when the "
       "capture ends");
 }
 
 void DeviceGraph::replay() {
-  TORCH_CHECK(graph_, "replay: no graph has been captured; capture one first");
-  const Stream stream = current_stream(graph_->device);
-  check_not_forked(); // before the lock, which another thread of the parent may have held
+  check_not_forked(); // before the locks, which another thread of the parent may have held
+  const auto graph = this->graph();
+  TORCH_CHECK(graph, "replay: no graph has been captured; capture one first");
+  const Stream stream = current_stream(graph->device);
   std::lock_guard lock(replays_);
-  if (detail::captures(stream)) return openreg::replay(graph_, stream);
+  if (detail::captures(stream)) return openreg::replay(graph, stream);
   if (last_ && replayed_on_ != stream) last_->block(stream);
-  openreg::replay(graph_, stream);
+  openreg::replay(graph, stream);
   if (stream_idle(stream)) last_.reset(); // nothing is left to wait for
   else last_.emplace(stream.device, /*timed=*/false).record(stream);
   replayed_on_ = stream;
@@ -82,7 +88,9 @@ void DeviceGraph::replay() {
 
 void DeviceGraph::reset() {
   if (forked()) return;
-  graph_ = nullptr;
+  std::shared_ptr<Graph> old; // freed without the lock
+  std::lock_guard lock(state_);
+  old = std::move(graph_);
   if (!std::exchange(capturing_, false)) return;
   try {
     end_capture(stream_);
@@ -91,12 +99,14 @@ void DeviceGraph::reset() {
 }
 
 at::MempoolId_t DeviceGraph::pool() const {
+  std::lock_guard lock(state_);
   TORCH_CHECK(graph_ || capturing_, "pool: no graph has been captured; capture one first");
   return pool_;
 }
 
 void DeviceGraph::debug_dump(const std::string& path) {
-  TORCH_CHECK(graph_, "debug_dump: no graph has been captured; capture one first");
+  const auto graph = this->graph();
+  TORCH_CHECK(graph, "debug_dump: no graph has been captured; capture one first");
   if (!debug_ && !keep_graph_) {
     TORCH_WARN(
         "debug_dump: the graph is not kept. Call enable_debug_mode() before the capture, or create the graph with "
@@ -104,7 +114,7 @@ void DeviceGraph::debug_dump(const std::string& path) {
     return;
   }
   std::ofstream file(path);
-  file << to_dot(*graph_);
+  file << to_dot(*graph);
   TORCH_CHECK(file.flush(), "debug_dump: cannot write ", path);
 }
 

@@ -32,15 +32,21 @@ class DeviceGraph final : public at::GraphImplInterface {
   void enable_debug_mode() override { debug_ = true; }
   void debug_dump(const std::string& path) override;
 
-  const std::shared_ptr<Graph>& graph() const { return graph_; }
+  // The captured graph, or null. Another thread may reset() this object meanwhile; the graph lives as long as the
+  // result.
+  std::shared_ptr<Graph> graph() const {
+    std::lock_guard lock(state_);
+    return graph_;
+  }
 
  private:
   const bool keep_graph_;
   bool debug_ = false;
+  std::vector<at::Generator> generators_;
+  mutable std::mutex state_; // of the next four
   bool capturing_ = false;
   Stream stream_{-1, 0}; // that it captures
   PoolId pool_{};        // of the last capture
-  std::vector<at::Generator> generators_;
   std::shared_ptr<Graph> graph_;
   std::mutex replays_;
   std::optional<Event> last_; // after the last replay; a replay on another stream waits for it

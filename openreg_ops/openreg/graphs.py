@@ -127,8 +127,9 @@ class Graph(_C.Graph):
 
     def replay(self) -> None:
         """Launch the graph on the current stream of its device. Random operators draw new numbers."""
-        if self._liveness:
-            self._liveness.check()
+        liveness = self._liveness  # another thread may reset the graph
+        if liveness:
+            liveness.check()
         super().replay()
 
     def reset(self) -> None:

@@ -1,8 +1,12 @@
-"""Shared by the tests of graphs: capturing, warming up, and memory at rest."""
+"""Shared by the tests of graphs and streams: capturing, warming up, memory at rest, and a stream that is held."""
 
+import contextlib
 import gc
+import threading
 
 import torch
+
+import openreg_ops
 
 DEVICE = "openreg:0"
 
@@ -33,3 +37,27 @@ def settled():
 
 def inside(pool, x):
     return any(s["address"] <= x.data_ptr() < s["address"] + s["total_size"] for s in pool.snapshot())
+
+
+@contextlib.contextmanager
+def held(stream):
+    """The stream's turn belongs to a kernel in Python on another thread, so that no other work can run there."""
+    begun, ends = threading.Event(), threading.Event()
+    library = torch.library.Library("held_test", "FRAGMENT")
+    library.define("hold_(Tensor(a!) x) -> Tensor(a!)")
+    library.impl("hold_", lambda x: (begun.set(), ends.wait(), x)[-1], "CPU")
+
+    def hold():
+        with stream:
+            torch.ops.held_test.hold_(torch.zeros((), device=DEVICE))
+
+    with openreg_ops.fallback.share("held_test::hold_"):
+        thread = threading.Thread(target=hold)
+        thread.start()
+        begun.wait()
+        try:
+            yield
+        finally:
+            ends.set()
+            thread.join()
+            library._destroy()

@@ -2,10 +2,11 @@
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
-from graph_kit import DEVICE, captured
+from graph_kit import DEVICE, captured, held
 from processes import python
 
 from openreg_ops import _C
@@ -444,6 +445,37 @@ def test_reset():
         y = x + 2
     g.replay()
     assert y.tolist() == [3.0] * 3
+
+
+def test_a_reset_while_other_threads_replay():
+    """One replay waits for its stream, and another one for the first. Both use the graph that they began with, or none."""
+    x, stream, errors = torch.zeros(3, device=DEVICE), torch.openreg.Stream(), []
+    g, _ = captured(lambda: x.add_(1))
+
+    def replay():
+        try:
+            with stream:
+                begun.release()
+                g.replay()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    begun, threads = threading.Semaphore(0), [threading.Thread(target=replay) for _ in range(3)]
+    with held(stream):
+        for each in threads:
+            each.start()
+            begun.acquire()
+        time.sleep(0.05)  # usually, all are in replay() then
+        g.reset()
+        with torch.openreg.graph(g):
+            x.add_(10)
+    for each in threads:
+        each.join()
+    assert all("no graph has been captured" in each for each in errors)
+    value, new = int(x[0]), int(x[0]) // 10
+    assert value == 10 * new + (len(threads) - len(errors) - new)
+    g.replay()
+    assert x.tolist() == [value + 10] * 3
 
 
 @pytest.mark.parametrize("pool", [3, "x", (0,), (0, 1.5), (-1, 0), "MemPool"])
