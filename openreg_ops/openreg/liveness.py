@@ -98,8 +98,9 @@ class InputLiveness(TorchDispatchMode):
         dead = []
         for ref, address, node in self._inputs:
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-            if storage is None or (storage.nbytes() and storage.data_ptr() != address):
-                dead.append(f"the input of {node} at address {address:#x} was {'moved' if storage else 'freed'}")
+            if storage is None or storage.data_ptr() != address:
+                what = "freed" if storage is None else "moved" if storage.nbytes() else "resized to 0 bytes"
+                dead.append(f"the input of {node} at address {address:#x} was {what}")
         if dead:
             raise RuntimeError(
                 f"replay: found {len(dead)} dead tensor(s): {'; '.join(dead)} since the capture, and the replay would "

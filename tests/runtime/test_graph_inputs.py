@@ -101,6 +101,17 @@ def test_a_graph_that_checks_its_inputs():
         graph.replay()
 
 
+@pytest.mark.parametrize("nbytes, what", [(0, "resized to 0 bytes"), (100, "moved"), (800, "moved")])
+def test_an_input_whose_storage_was_resized(nbytes, what):
+    """FSDP does this. The replay would read memory that belongs to another tensor by then."""
+    x = torch.ones(100, device=DEVICE)
+    graph, y = captured(lambda: x[1:] + 1, check_input_liveness=True)
+    graph.replay()
+    x.untyped_storage().resize_(nbytes)
+    with pytest.raises(RuntimeError, match=f"the input of .* was {what}"):
+        graph.replay()
+
+
 class Plain(torch.Tensor):
     """A subclass without its own dispatch."""
 
