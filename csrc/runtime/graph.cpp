@@ -500,7 +500,7 @@ void replay(
     walk.nested = detail::add_replay_point(stream,
         [launch, inner = walk.graph](Stream stream) { return std::make_shared<Points>(launch(*inner, stream)); });
   try {
-    detail::launch_graph(stream, Site("graph"), impl::WorkOf<Walk>::table, &walk);
+    detail::launch_graph(stream, Site("graph"), impl::WorkOf<Walk>::table, &walk, walk.graph->nodes.size());
   } catch (const NodeError& error) {
     std::rethrow_exception(error.error);
   } catch (const std::exception& error) {

@@ -34,6 +34,14 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(20);
 constexpr auto kLinger = std::chrono::seconds(2);
 
+// Note [Full queues]
+// As on CUDA, the host can run only a limited distance ahead: when a stream has kMostKernels kernels that have not run,
+// launch() waits until half of them have. A replay counts as its nodes, but as kMostOfReplay at most, so that several
+// long replays fit. Waits and records of events do not count and do not wait. A full queue always moves on, because
+// what is queued depends only on what was queued earlier. Two kinds of launches never wait: those of work, whose own
+// stream may be the full one, and those in a schedule, which says itself what runs.
+constexpr std::size_t kMostKernels = 1024, kMostOfReplay = 64;
+
 std::atomic<bool> drops{false}; // see detail::dropping()
 
 class Queue;
@@ -53,15 +61,16 @@ class Queue {
     return idle();
   }
 
-  // `ordered`: a schedule says when it runs. `kernel`: the work may touch device memory, unlike a wait or a sleep.
-  // `signal`: others may learn of it when it runs, and must then find it done.
-  Ticket push(detail::Task work, const openreg_site& site, bool ordered, bool kernel = false, bool signal = false) {
+  // `ordered`: a schedule says when it runs. `kernels`: how many it counts as; they may touch device memory, unlike a
+  // wait or a sleep. `signal`: others may learn of it when it runs, and must then find it done.
+  Ticket push(detail::Task work, const openreg_site& site, bool ordered, std::size_t kernels = 0, bool signal = false) {
     bool wake;
     std::uint64_t number;
     {
       std::lock_guard lock(mutex_);
       start(); // may throw; nothing has changed then
-      tasks_.push_back({std::move(work), site, ordered, kernel, signal});
+      tasks_.push_back({std::move(work), site, ordered, kernels, signal});
+      kernels_.store(kernels_.load(std::memory_order_relaxed) + kernels, std::memory_order_relaxed);
       number = submitted_.load(std::memory_order_relaxed) + 1;
       if (completed_.load(std::memory_order_relaxed) + 1 == number) detail::attention.fetch_add(1);
       submitted_.store(number, std::memory_order_release);
@@ -69,6 +78,17 @@ class Queue {
     }
     if (wake) wake_.notify_one();
     return {stream_, number};
+  }
+
+  // Waits while the queue is full: see Note [Full queues].
+  void make_room() {
+    if (kernels_.load(std::memory_order_relaxed) < kMostKernels) [[likely]]
+      return;
+    if (worked_on || detail::in_work() || detail::scheduled()) return;
+    detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) {
+      std::unique_lock lock(mutex_);
+      return room_.wait_for(lock, most, [&] { return kernels_.load(std::memory_order_relaxed) <= kMostKernels / 2; });
+    });
   }
 
   void wait(std::uint64_t number, detail::Interrupt interrupt = detail::Interrupt::kThrows) {
@@ -114,7 +134,9 @@ class Queue {
   struct Item {
     detail::Task work;
     openreg_site site;
-    bool ordered, kernel, signal;
+    bool ordered;
+    std::size_t kernels;
+    bool signal;
   };
 
   void start() {
@@ -141,9 +163,9 @@ class Queue {
       tasks_.pop_front();
       if (!item.signal) lock.unlock();
       try {
-        if (item.kernel && detail::dropping()) {
+        if (item.kernels && detail::dropping()) {
           throw std::runtime_error("openreg error: queued work was dropped, because the process was interrupted");
-        } else if (item.kernel) {
+        } else if (item.kernels) {
           const detail::Turn turn(detail::turn_of(stream_.device, stream_.id));
           const detail::Access access;
           item.work();
@@ -155,6 +177,9 @@ class Queue {
       }
       item.work = {}; // before the waiter continues
       if (!item.signal) lock.lock();
+      const auto before = kernels_.load(std::memory_order_relaxed), left = before - item.kernels;
+      kernels_.store(left, std::memory_order_relaxed);
+      if (left <= kMostKernels / 2 && before > kMostKernels / 2) room_.notify_all();
       const auto number = completed_.load(std::memory_order_relaxed) + 1;
       completed_.store(number, std::memory_order_release);
       if (number == submitted_.load(std::memory_order_relaxed)) detail::attention.fetch_sub(1);
@@ -180,9 +205,10 @@ class Queue {
 
   const Stream stream_;
   std::mutex mutex_;
-  std::condition_variable wake_, done_;
+  std::condition_variable wake_, done_, room_;
   std::deque<Item> tasks_;
   std::atomic<std::uint64_t> submitted_{0}, completed_{0};
+  std::atomic<std::size_t> kernels_{0}; // that have not run
   bool running_ = false, asleep_ = false, stopping_ = false;
   std::uint64_t granted_ = 0; // up to which item a schedule has let them run
 };

@@ -248,22 +248,23 @@ Place place(Stream stream, const openreg_site& site) {
 }
 
 struct Kind {
-  bool kernel = false, signal = false; // as Queue::push() says
-  bool part = false;                   // a kernel that leaves a schedule no choice
+  std::size_t kernels = 0; // as Queue::push() says
+  bool signal = false;     // likewise
+  bool part = false;       // a kernel that leaves a schedule no choice
 };
 
 void push(Stream stream, detail::Task task, const openreg_site& site, Kind kind, detail::Awaited after = {}) {
   const auto enqueue = [&](bool ordered) {
-    return queue_of(stream).push(std::move(task), site, ordered, kind.kernel, kind.signal);
+    return queue_of(stream).push(std::move(task), site, ordered, kind.kernels, kind.signal);
   };
-  if (detail::scheduled()) detail::schedule_item(stream, site, kind.kernel && !kind.part, std::move(after), enqueue);
+  if (detail::scheduled()) detail::schedule_item(stream, site, kind.kernels && !kind.part, std::move(after), enqueue);
   else enqueue(/*ordered=*/false);
 }
 
-void push_kernel(Stream stream, detail::Task task, const openreg_site& site, bool part = false) {
+void push_kernels(Stream stream, detail::Task task, const openreg_site& site, Kind kind) {
   if (detail::held_turn())
     ++detail::held_turn()->taken; // queued work may use memory that the running work allocated: see Pool::give_back()
-  push(stream, std::move(task), site, {.kernel = true, .part = part});
+  push(stream, std::move(task), site, kind);
 }
 
 // Counts a launch; returns the attention bits that it must handle.
@@ -307,7 +308,8 @@ void detail::launch(Stream stream, const openreg_site& site, const openreg_work&
   }
 }
 
-void detail::launch_graph(Stream stream, const openreg_site& site, const openreg_work& work, void* context) {
+void detail::launch_graph(
+    Stream stream, const openreg_site& site, const openreg_work& work, void* context, std::size_t nodes) {
   const auto attention = begin_launch(stream);
   if (!is_plain(attention)) {
     check_not_forked();
@@ -317,7 +319,9 @@ void detail::launch_graph(Stream stream, const openreg_site& site, const openreg
     }
     if (launch_mode() == LaunchMode::kSync) finish_stream(stream);
     if (launch_mode() == LaunchMode::kAsync || !stream_idle(stream)) {
-      return push_kernel(stream, Task(work, context), site);
+      queue_of(stream).make_room();
+      const auto kernels = std::clamp<std::size_t>(nodes, 1, kMostOfReplay);
+      return push_kernels(stream, Task(work, context), site, {.kernels = kernels});
     }
   }
   const Turn turn(turn_of(stream.device, stream.id));
@@ -354,12 +358,14 @@ void detail::run(Stream stream, const openreg_site& site, const openreg_work& wo
 }
 
 void detail::queue(Stream stream, Task task, const openreg_site& site) {
+  queue_of(stream).make_room();
   if (profiling()) task = profiled(stream, site, std::move(task));
-  push_kernel(stream, std::move(task), site);
+  push_kernels(stream, std::move(task), site, {.kernels = 1});
 }
 
 void detail::queue_part(Stream stream, Task task, const openreg_site& site) {
-  push_kernel(stream, profiling() ? profiled(stream, site, std::move(task)) : std::move(task), site, /*part=*/true);
+  push_kernels(stream, profiling() ? profiled(stream, site, std::move(task)) : std::move(task), site,
+      {.kernels = 1, .part = true});
 }
 
 void detail::queue_wait(Stream stream, Task task, const openreg_site& site) {

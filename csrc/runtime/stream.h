@@ -86,8 +86,8 @@ decltype(auto) run_directly(Stream stream, Work&& work, const Site& site) {
       [&](auto& inner) { run(stream, site, impl::run_only<std::remove_reference_t<decltype(inner)>>, &inner); });
 }
 // launch() for a graph. A capture records it as one node; profiles and injected faults see the graph's nodes.
-void launch_graph(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
-// The queueing half of launch().
+void launch_graph(Stream stream, const openreg_site& site, const openreg_work& work, void* context, std::size_t nodes);
+// The queueing half of launch(). Waits while the queue is full: see Note [Full queues].
 void queue(Stream stream, Task task, const openreg_site& site);
 // Queues work that touches no device memory: a wait, a sleep. `after`: what it waits for, if that is known.
 struct Awaited;

@@ -3,11 +3,13 @@
 import gc
 import os
 import resource
+import signal
 import threading
 import time
 
 import pytest
 import torch
+from graph_kit import captured, held
 from processes import python
 
 import openreg_ops
@@ -370,8 +372,8 @@ def test_priorities():
     assert _C.stream_priority(0, torch.openreg.Stream(priority=-1).stream_id) == -1
     assert torch.openreg.Stream(priority=-1) != torch.openreg.Stream(priority=0)
     least, greatest = torch.openreg.Stream.priority_range()
-    for priority, held in ((least + 5, least), (greatest - 5, greatest)):
-        assert _C.stream_priority(0, torch.openreg.Stream(priority=priority).stream_id) == held
+    for priority, expected in ((least + 5, least), (greatest - 5, greatest)):
+        assert _C.stream_priority(0, torch.openreg.Stream(priority=priority).stream_id) == expected
 
 
 def test_launch_mode_of_the_environment_and_errors():
@@ -468,3 +470,69 @@ def test_a_reused_pinned_buffer_keeps_one_use_a_stream():
     for _ in range(300_000):
         x.copy_(host, non_blocking=True)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096, "KiB"
+
+
+def test_a_full_queue_lets_the_host_wait():
+    """As on CUDA, 1024 kernels fit. A replay counts as its nodes, up to 64."""
+    x, stream = torch.zeros(1, device="openreg"), torch.openreg.Stream()
+    graphs = [captured(lambda n=n: [x.add_(1) for _ in range(n)])[0] for n in (2, 200)]
+    torch.openreg.synchronize()
+    for launch, fit, adds in ((lambda: x.add_(1), 1024, 1), (graphs[0].replay, 512, 2), (graphs[1].replay, 16, 200)):
+        launched, total = [], 2 * fit
+
+        def run(launch=launch, launched=launched, total=total):
+            with stream:
+                for _ in range(total):
+                    launch()
+                    launched.append(1)
+
+        thread = threading.Thread(target=run)
+        with torch.openreg.launch_mode("async"):
+            with held(stream):
+                thread.start()
+                while len(launched) < fit:
+                    time.sleep(0.001)
+                for _ in range(20):  # it would go on at once
+                    time.sleep(0.01)
+                    assert len(launched) == fit and thread.is_alive()
+            thread.join()
+            torch.openreg.synchronize()
+        assert x.item() == adds * total
+        x.zero_()
+
+
+def test_what_waits_on_a_full_queue():
+    """Events, waits, other streams and work inside work do not wait; Ctrl-C ends the wait of a launch."""
+    x, y = torch.zeros(1, device="openreg"), torch.zeros(1, device="openreg")
+    stream, other = torch.openreg.Stream(), torch.openreg.Stream()
+    torch.openreg.synchronize()
+    with torch.openreg.launch_mode("async"):
+        with held(stream):
+            with stream:
+                for _ in range(1024):
+                    x.add_(1)
+            event = torch.openreg.Event()
+            event.record(stream)
+            other.wait_event(event)
+            event.record(other)
+            with other:
+                y.add_(x)
+            stream.wait_event(event)  # the streams wait for each other's earlier work, not in a circle
+            assert not stream.query() and not other.query()
+            timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGUSR1])
+            before = signal.signal(signal.SIGUSR1, interrupt)
+            timer.start()
+            with stream, pytest.raises(Interrupted):
+                x.add_(1)
+            timer.join()
+            signal.signal(signal.SIGUSR1, before)
+        torch.openreg.synchronize()
+    assert x.item() == y.item() == 1024
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(number, frame):
+    raise Interrupted
