@@ -36,6 +36,7 @@ struct Event::Point {
   }
   void wait() {
     const auto is_reached = [this] { return reached.load(std::memory_order_acquire); };
+    if (!is_reached()) detail::refuse_own_stream(stream);
     if (detail::scheduled()) detail::schedule_wait("Event.synchronize", {is_reached, stream});
     if (is_reached()) return;
     detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return wait_for(most); });

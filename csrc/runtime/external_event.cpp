@@ -37,6 +37,13 @@ struct ExternalEvent::Point {
     std::unique_lock lock(mutex);
     return changed.wait_for(lock, most, [&] { return is_reached(); });
   }
+  // By the host.
+  void wait() {
+    if (!is_reached()) detail::refuse_own_stream(stream);
+    if (detail::scheduled()) detail::schedule_wait("Event.synchronize", {[this] { return is_reached(); }, stream});
+    if (is_reached()) return;
+    detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return wait_for(most); });
+  }
   // By work of a stream.
   void wait_in_work() {
     if (is_reached()) return;
@@ -120,10 +127,7 @@ void ExternalEvent::synchronize() const {
   const auto point = latest();
   if (!point) return;
   check_usable(point->stream.device);
-  if (detail::scheduled())
-    detail::schedule_wait("Event.synchronize", {[point] { return point->is_reached(); }, point->stream});
-  if (!point->is_reached())
-    detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return point->wait_for(most); });
+  point->wait();
   throw_kept_error(point->stream.device);
 }
 
@@ -134,8 +138,7 @@ Event::Clock::time_point ExternalEvent::time() const {
     throw std::logic_error(
         "openreg: elapsed_time() needs events that have been recorded; replay the graphs that record them first");
   check_usable(point->stream.device);
-  if (!point->is_reached())
-    detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return point->wait_for(most); });
+  point->wait();
   return point->time;
 }
 

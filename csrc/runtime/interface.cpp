@@ -31,7 +31,7 @@ struct openreg_event {
 namespace openreg {
 namespace {
 
-// Of the calling thread's last call that failed.
+// The calling thread's last error.
 struct LastError {
   openreg_status status;
   std::exception_ptr exception;
@@ -54,18 +54,24 @@ void throw_last() {
   std::rethrow_exception(std::exchange(last.exception, nullptr));
 }
 
+// The status of an exception that the runtime has thrown.
+openreg_status status_of(const std::exception& error) noexcept {
+  if (dynamic_cast<const std::invalid_argument*>(&error)) return OPENREG_ERROR_ARGUMENT;
+  if (dynamic_cast<const OutOfMemory*>(&error)) return OPENREG_ERROR_MEMORY;
+  return is_device_error(error) ? OPENREG_ERROR_DEVICE : OPENREG_ERROR_OTHER;
+}
+
 template <class Call>
 openreg_status guarded(Call&& call) {
+  detail::work_threw = false;
   try {
     call();
     return OPENREG_OK;
-  } catch (const std::invalid_argument& error) {
-    return keep_exception(OPENREG_ERROR_ARGUMENT, error.what());
-  } catch (const OutOfMemory& error) {
-    return keep_exception(OPENREG_ERROR_MEMORY, error.what());
   } catch (const std::exception& error) {
-    return keep_exception(is_device_error(error) ? OPENREG_ERROR_DEVICE : OPENREG_ERROR_OTHER, error.what());
+    return keep_exception(
+        std::exchange(detail::work_threw, false) ? OPENREG_ERROR_OTHER : status_of(error), error.what());
   } catch (...) {
+    detail::work_threw = false;
     return keep_exception(OPENREG_ERROR_OTHER, "work threw an object that is not a std::exception");
   }
 }

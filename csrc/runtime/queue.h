@@ -93,11 +93,7 @@ class Queue {
 
   void wait(std::uint64_t number, detail::Interrupt interrupt = detail::Interrupt::kThrows) {
     if (done(number)) return;
-    if (worked_on == this)
-      throw std::logic_error("openreg: work on stream " + std::to_string(stream_.id) + " of device " +
-          std::to_string(stream_.device) +
-          " waits for that stream, and so for itself; wait after launch() has returned, or use another stream in the "
-          "work");
+    detail::refuse_own_stream(stream_);
     if (detail::scheduled()) detail::schedule_wait(nullptr, {[&] { return done(number); }, stream_});
     detail::wait_freely(interrupt, [&](auto most) {
       std::unique_lock lock(mutex_);

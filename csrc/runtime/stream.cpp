@@ -175,6 +175,13 @@ bool detail::any_queue() noexcept {
   return std::any_of(queues.begin(), queues.end(), [](auto& each) { return each.load(); });
 }
 
+void detail::refuse_own_stream(Stream stream) {
+  if (!worked_on || worked_on != find_queue(stream)) return;
+  throw std::logic_error("openreg: work on stream " + std::to_string(stream.id) + " of device " +
+      std::to_string(stream.device) +
+      " waits for that stream, and so for itself; wait after launch() has returned, or use another stream in the work");
+}
+
 void detail::wait_for(const Ticket& ticket) {
   if (Queue* queue = find_queue(ticket.stream)) queue->wait(ticket.number);
 }

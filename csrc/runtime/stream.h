@@ -109,6 +109,9 @@ void run_up_to(const Ticket& item);
 inline constexpr std::chrono::seconds kCollective{2};
 void release_workers() noexcept; // they continue without run_up_to()
 
+// Throws std::logic_error if the calling thread runs the stream's queued work, which would wait for itself. Call it
+// before a wait for what the stream has not done yet.
+void refuse_own_stream(Stream stream);
 // synchronize_stream() for the runtime itself: Note [Capture] does not apply to it.
 void finish_stream(Stream stream, const char* name = "wait");
 // Waits for the work given to a stream, by a point or so far, or to all streams, without throwing its errors.

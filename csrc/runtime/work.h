@@ -18,9 +18,26 @@ constexpr std::size_t kStreams = 1 + 2 * kPool;
 
 namespace detail {
 
+// Whether the work, and not the runtime, has thrown the exception that the calling thread handles: the same type says
+// something else then. The C interface resets it before each call.
+inline thread_local bool work_threw = false;
+
+// Calls a function of the program's work.
+template <class Call>
+auto call_work(Call&& call) {
+  try {
+    return call();
+  } catch (...) {
+    work_threw = true;
+    throw;
+  }
+}
+
 inline void run_work(const openreg_work& work, void* context) {
-  if (const char* wrong = work.run(context)) [[unlikely]]
-    throw std::runtime_error(wrong);
+  call_work([&] {
+    if (const char* wrong = work.run(context)) [[unlikely]]
+      throw std::runtime_error(wrong);
+  });
 }
 
 // Work with its own context, which can be queued.
@@ -28,7 +45,8 @@ class Task {
  public:
   Task() = default;
   // A copy of the work, for a caller that continues.
-  Task(const openreg_work& work, void* context) : work_(work), context_(work.keep ? work.keep(context) : context) {}
+  Task(const openreg_work& work, void* context)
+      : work_(work), context_(work.keep ? call_work([&] { return work.keep(context); }) : context) {}
   template <class Work, class = std::enable_if_t<!std::is_same_v<std::decay_t<Work>, Task>>>
   Task(Work&& work) : work_(impl::WorkOf<Work>::table), context_(impl::WorkOf<Work>::keep(impl::context_of(work))) {}
   Task(Task&& other) noexcept : work_(std::exchange(other.work_, {})), context_(other.context_) {}

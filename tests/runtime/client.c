@@ -82,6 +82,26 @@ static const char* run_nested(void* context) {
   return NULL;
 }
 
+/* Work that waits for events of its own stream, recorded by itself and by the host, and of another stream. */
+struct Waiting {
+  openreg_stream own, other;
+  openreg_event *mine, *hosts, *others;
+  openreg_status waited[4];
+  char said[400];
+};
+static const char* run_waiting(void* context) {
+  struct Waiting* const waiting = context;
+  double milliseconds;
+  device->record_event(waiting->mine, waiting->own);
+  waiting->waited[0] = device->synchronize_event(waiting->mine);
+  if (waiting->waited[0]) snprintf(waiting->said, sizeof waiting->said, "%s", device->last_error());
+  waiting->waited[1] = device->elapsed_time(waiting->mine, waiting->mine, &milliseconds);
+  waiting->waited[2] = device->synchronize_event(waiting->hosts);
+  device->record_event(waiting->others, waiting->other);
+  waiting->waited[3] = device->synchronize_event(waiting->others);
+  return NULL;
+}
+
 int main(void) {
   const char* const mode = getenv("OPENREG_LAUNCH_MODE");
   const int sync = mode && !strcmp(mode, "sync"); /* an error is told at its line, and nothing is ever queued */
@@ -194,6 +214,26 @@ int main(void) {
   OK(device->copy(host, memory, 8, first));
   OK(device->synchronize_device(0));
   EXPECT(host[0] == 2);
+
+  /* work that waits for itself by an event */
+  struct Waiting waiting = {first, other, NULL, NULL, NULL, {9, 9, 9, 9}, ""};
+  const openreg_work waits = {run_waiting, NULL, NULL};
+  OK(device->create_event(0, 1, &waiting.mine));
+  OK(device->create_event(0, 1, &waiting.hosts));
+  OK(device->create_event(0, 1, &waiting.others));
+  OK(device->record_event(waiting.hosts, first)); /* before the work, so that it has been reached */
+  OK(device->enqueue(first, &site, &waits, &waiting));
+  OK(device->synchronize_stream(first));
+  EXPECT(waiting.waited[0] == (sync ? OPENREG_OK : OPENREG_ERROR_OTHER));
+  EXPECT(sync || strstr(waiting.said, "waits for that stream, and so for itself"));
+  EXPECT(waiting.waited[1] == waiting.waited[0]);
+  EXPECT(waiting.waited[2] == OPENREG_OK && waiting.waited[3] == OPENREG_OK);
+  OK(device->synchronize_event(waiting.mine));
+  OK(device->run(first, &site, &waits, &waiting)); /* on its caller's thread, behind no work */
+  EXPECT(waiting.waited[0] == OPENREG_OK && waiting.waited[3] == OPENREG_OK);
+  device->destroy_event(waiting.mine);
+  device->destroy_event(waiting.hosts);
+  device->destroy_event(waiting.others);
 
   /* what fails when it is queued is told by the next wait */
   const openreg_site nowhere_known = {"without a file", NULL, NULL, 0, OPENREG_KERNEL, 0};

@@ -4,7 +4,9 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <new>
 #include <numeric>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -43,6 +45,63 @@ void count_call() {
 struct OwnError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+// Work that throws an E when it runs, or when it is copied to be queued.
+template <class E>
+struct Throws {
+  E error;
+  bool copied = false;
+  explicit Throws(E error, bool copied = false) : error(std::move(error)), copied(copied) {}
+  Throws(const Throws& other) : error(other.error), copied(other.copied) {
+    if (copied) throw error;
+  }
+  void operator()() const { throw error; }
+};
+
+// The status of a call of the table, and the exception that throw_error() throws then.
+template <class E, class Call>
+void expect_thrown(openreg_status expected, Call&& call) {
+  const openreg_status status = call();
+  EXPECT(status == expected);
+  if (status == OPENREG_OK) return;
+  try {
+    openreg::impl::interface().throw_error();
+  } catch (const E&) {
+    return;
+  } catch (...) {
+  }
+  std::fprintf(stderr, "expected another type of exception: %s\n", openreg::impl::interface().last_error());
+  ++wrong;
+}
+
+// What work throws is its own error, whatever its type says where the device throws it.
+template <class E>
+void throws_its_own(openreg::Stream stream, bool runs_here, E error) {
+  const auto& table = openreg::impl::interface();
+  const openreg_stream own{stream.device, stream.id};
+  const openreg::Site site("its own");
+  const Throws<E> thrower(error);
+  static constexpr auto& work = openreg::impl::WorkOf<const Throws<E>&>::table;
+  void* const context = openreg::impl::context_of(thrower);
+  openreg::synchronize(stream);
+  expect_thrown<E>(OPENREG_ERROR_OTHER, [&] { return table.run(own, &site, &work, context); });
+  if (runs_here) expect_thrown<E>(OPENREG_ERROR_OTHER, [&] { return table.launch(own, &site, &work, context); });
+  // By work in work, with an error of its own before it.
+  const auto outer = [&] {
+    EXPECT(table.set_device(99) == OPENREG_ERROR_ARGUMENT);
+    expect_thrown<E>(OPENREG_ERROR_OTHER, [&] { return table.run(own, &site, &work, context); });
+    openreg::run(stream, thrower);
+  };
+  expect_thrown<E>(OPENREG_ERROR_OTHER, [&] {
+    auto inner = outer;
+    return table.run(own, &site, &openreg::impl::WorkOf<decltype(inner)&>::table, &inner);
+  });
+  EXPECT(table.set_device(99) == OPENREG_ERROR_ARGUMENT); // as before
+  if (runs_here) return;
+  const Throws<E> copied(error, /*copied=*/true);
+  expect_thrown<E>(
+      OPENREG_ERROR_OTHER, [&] { return table.enqueue(own, &site, &work, openreg::impl::context_of(copied)); });
+}
 
 void add_one(double* x, int n) {
   for (int i = 0; i < n; ++i) x[i] += 1;
@@ -97,6 +156,15 @@ int main(int argc, char** argv) try {
     fail();
     throws<std::runtime_error>("queued", [&] { openreg::synchronize(stream); });
   }
+
+  throws_its_own(stream, sync, std::invalid_argument("mine"));
+  throws_its_own(stream, sync, std::bad_alloc());
+  throws_its_own(stream, sync, OwnError("mine"));
+  throws_its_own(stream, sync, std::string("mine"));
+  // Errors of the device that pass through work are the work's, too.
+  const auto too_much = [&] { openreg::allocate(stream, std::size_t(1) << 60); };
+  throws<std::runtime_error>("out of memory", [&] { openreg::run(stream, too_much); });
+  throws<std::invalid_argument>("there is no device 9", [&] { openreg::run(stream, [] { openreg::set_device(9); }); });
 
   // Order between streams.
   const Stream other = openreg::new_stream(1, -1);

@@ -34,7 +34,7 @@ enum {
   OPENREG_ERROR_ARGUMENT = 1, /* a device, stream or pointer that does not exist; the message says which */
   OPENREG_ERROR_MEMORY = 2,   /* the device cannot hold an allocation; nothing has changed */
   OPENREG_ERROR_DEVICE = 3,   /* work that was queued earlier has failed, or the device is lost */
-  OPENREG_ERROR_OTHER = 4     /* what the work itself threw, or the program's signal handler did in a wait */
+  OPENREG_ERROR_OTHER = 4     /* whatever the work itself threw, or the program's signal handler did in a wait */
 };
 typedef int32_t openreg_status;
 
@@ -61,6 +61,10 @@ typedef struct openreg_site {
 /* Work: a function, called as run(context). It may run after launch() has returned, on another thread, and more than
  * once. It may touch device memory only while it runs. It returns NULL on success, or a message that says what went
  * wrong and stays valid until the next call on its thread; a function written in C++ may throw instead.
+ *
+ * Work must not wait for the stream that it was launched on. If it runs from the stream's queue, synchronize_stream(),
+ * synchronize_device(), run(), and synchronize_event() and elapsed_time() with an event that was recorded there fail
+ * with OPENREG_ERROR_OTHER. (CUDA forbids its host functions all calls of this kind.)
  *
  * keep: called during launch() if the work is queued; returns the context to queue, such as a copy.
  * drop: called once, when the context that keep() returned is no longer needed.
