@@ -109,6 +109,10 @@ void empty_cache(int device, PoolId pool) noexcept {
   if (auto* pools = memory().pools) pools[device].empty_cache(pool);
 }
 
+void settle_memory(int device) noexcept {
+  if (auto* pools = memory().pools) pools[device].settle();
+}
+
 void set_poison(bool on) noexcept {
   poisoned.store(on, std::memory_order_relaxed);
 }

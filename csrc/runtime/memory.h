@@ -53,6 +53,10 @@ std::size_t free_memory(int device) noexcept;
 // Returns all empty pages to the operating system, or only the empty pages of a private pool that no graph uses.
 void empty_cache(int device, PoolId pool = {}) noexcept;
 
+// For a device without work: fills its free memory with NaN and puts it in the order in which a new process has it, so
+// that equal programs get equal memory with equal contents.
+void settle_memory(int device) noexcept;
+
 // Fills new memory with 0xFF bytes (NaN, -1) to expose unwritten results. OPENREG_POISON=1.
 void set_poison(bool on) noexcept;
 bool poison() noexcept;

@@ -4,10 +4,13 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstring>
+#include <functional>
 #include <string>
 
 #include "graph.h"
 #include "isolation.h"
+#include "schedule.h"
 
 namespace openreg::detail {
 
@@ -103,6 +106,25 @@ void MemoryPool::empty_cache(PoolId pool) noexcept {
   stats_.returns += pages_.return_free();
   pages_.lower();
   note_reserved();
+}
+
+void MemoryPool::settle() noexcept {
+  empty_cache({});
+  std::lock_guard lock(mutex_);
+  for (const auto& [owner, runs] : cached_)
+    for (const auto& [page, length] : runs) fill(pages_.start(page), length * kPage);
+  for (const auto& of_owner : blocks_) {
+    if (!of_owner) continue;
+    for (auto& blocks : *of_owner) {
+      std::sort(blocks.begin(), blocks.end(), std::greater<>()); // the lowest address is used first
+      for (char* block : blocks) fill(block, Pages::size_of(pages_[pages_.page_of(block)]));
+    }
+  }
+}
+
+void MemoryPool::fill(char* start, std::size_t bytes) noexcept {
+  const Access access;
+  std::memset(start, 0xFF, bytes);
 }
 
 void MemoryPool::release(PoolId pool, PoolUser user) noexcept {
@@ -240,6 +262,8 @@ std::size_t MemoryPool::take_pages(std::int64_t stream, std::size_t length, std:
   const auto take = [&] {
     page = pages_.take(length);
     if (page != kNoPage && pages_.forget_returned(page, page + length)) ++stats_.extensions;
+    // No work uses these pages. What the fill of allocate() is too late for finds the same in each run of an order.
+    if (page != kNoPage && scheduled() && poison()) fill(pages_.start(page), length * kPage);
   };
   const auto fits = [&] { return (pages_.taken() + length) * kPage <= limit_; };
   if (!cached_.empty() && !ahead) [[unlikely]]

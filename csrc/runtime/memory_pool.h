@@ -42,6 +42,7 @@ class MemoryPool {
   void deallocate(char* pointer) noexcept;
   void record_stream(char* pointer, std::int64_t stream);
   void empty_cache(PoolId pool) noexcept;
+  void settle() noexcept; // as settle_memory()
 
   void set_limit(std::size_t bytes) noexcept {
     std::lock_guard lock(mutex_);
@@ -121,6 +122,7 @@ class MemoryPool {
   // by the large pool, including free memory, which can become either kind.
   void count_segments(MemoryStats::Pool pool, std::size_t pages, bool more);
   void note_reserved();
+  void fill(char* start, std::size_t bytes) noexcept; // with NaN, although it is free
   [[noreturn]] void fail(std::size_t bytes, const char* advice = nullptr);
 
   // Takes `length` free pages for a stream, for `size` bytes of which `bytes` are requested, and returns the first

@@ -23,6 +23,7 @@
 #include "device.h"
 #include "fork.h"
 #include "graph.h"
+#include "memory.h"
 #include "scheduler.h"
 #include "stream.h"
 #include "turn.h"
@@ -269,6 +270,7 @@ void begin_schedule(const Order& order) {
     if (is_capturing(detail::thread_stream(device)))
       throw std::logic_error("openreg: the current stream is being captured; call schedules() outside the capture");
     synchronize_device(device);
+    settle_memory(device);
   }
   {
     std::lock_guard lock(which);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import signal
 import sys
@@ -17,7 +18,7 @@ from openreg_ops import _C
 from openreg_ops.openreg.random import get_rng_state_all, set_rng_state_all
 from openreg_ops.openreg.schedule_report import raised
 
-__all__ = ["Interrupts", "Ranks", "State", "alone"]
+__all__ = ["Interrupts", "Ranks", "State", "alone", "without_collector"]
 
 _exploring = threading.Lock()
 
@@ -37,13 +38,30 @@ def alone() -> Iterator[None]:
             "schedules: another thread is trying orders, and a process can try the orders of only one program at a time; "
             "call it after the other call has returned"
         )
-    before = _C.poison()
+    before, freezes = _C.poison(), not gc.get_freeze_count()
     _C.set_poison(True)
+    gc.collect()
+    if freezes:
+        gc.freeze()  # then State.restore() looks at the objects of the orders only
     try:
         yield
     finally:
+        if freezes:
+            gc.unfreeze()
         _C.set_poison(before)
         _exploring.release()
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Python does not look for cycles in the body: that would free memory at times that the order does not determine."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Interrupts:
@@ -147,7 +165,10 @@ class Ranks:
 
 
 class State:
-    """The state that a program may change and that each order starts from: generators, current device and streams."""
+    """The state that a program may change and that each order starts from: generators, current device and streams.
+
+    It also has no garbage and no cached pinned memory. The runtime does the same for device memory (begin_schedule()).
+    """
 
     def __init__(self) -> None:
         self.python, self.host, self.devices = random.getstate(), torch.get_rng_state(), get_rng_state_all()
@@ -157,6 +178,8 @@ class State:
         self.next = _C.next_streams()
 
     def restore(self) -> None:
+        gc.collect()
+        torch.accelerator.empty_host_cache()
         random.setstate(self.python)
         torch.set_rng_state(self.host)
         set_rng_state_all(self.devices)

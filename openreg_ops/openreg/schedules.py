@@ -31,7 +31,7 @@ from openreg_ops.openreg.schedule_report import (
     raised,
 )
 from openreg_ops.openreg.schedule_results import difference_of, values_of
-from openreg_ops.openreg.schedule_state import Interrupts, Ranks, State, alone
+from openreg_ops.openreg.schedule_state import Interrupts, Ranks, State, alone, without_collector
 
 __all__ = ["Difference", "ScheduleError", "Schedules", "schedules"]
 
@@ -283,7 +283,11 @@ class Exploration:
         interrupts.wait()
         try:
             _C.begin_order(**order, others=schedule_threads.others(), patience=self.patience)
-            with schedule_threads.controlled() as of_threads, torch.autograd.set_multithreading_enabled(False):
+            with (
+                without_collector(),
+                schedule_threads.controlled() as of_threads,
+                torch.autograd.set_multithreading_enabled(False),
+            ):
                 try:
                     try:
                         interrupts.handle()

@@ -370,6 +370,111 @@ def test_tolerances():
     assert schedules(program, seeds=5, rtol=1e-4).passed
 
 
+def early(n, device=DEVICE):
+    """Read on the current stream what a side stream may not have filled yet."""
+    side = torch.openreg.Stream(device)
+    with side:
+        for value in (3.0, 4.0):  # the second has the memory of the first
+            x = torch.full((n,), value, device=device)
+            x += 1
+            out = torch.zeros_like(x)
+            del x
+        x = torch.full((n,), 5.0, device=device)
+    out = x * 1
+    x.record_stream(current(device))
+    return out
+
+
+def early_in_a_pool(n, pool):
+    with torch.openreg.use_mem_pool(pool):
+        return early(n)
+
+
+def early_in_a_graph(n):
+    x, side, graph = torch.full((n,), 3.0, device=DEVICE), torch.openreg.Stream(), torch.openreg.Graph()
+    with torch.openreg.graph(graph):
+        y = (x * 2).exp().log()
+    side.wait_stream(current())
+    with side:
+        graph.replay()
+    out = y * 1
+    torch.openreg.synchronize()
+    return out
+
+
+def early_on_the_host(n):
+    torch.full((n,), 7.0, pin_memory=True)  # the next tensor has its memory
+    host = torch.empty(n, pin_memory=True)
+    host.copy_(torch.ones(n, device=DEVICE), non_blocking=True)
+    out = host.clone()
+    torch.full((n,), 8.0, pin_memory=True)
+    return out
+
+
+class Cycle:
+    """Memory that Python's collector frees."""
+
+    def __init__(self, x):
+        self.x, self.itself = x, self
+
+
+def early_beside_garbage(n):
+    for value in range(3):
+        Cycle(torch.full((n,), float(value), device=DEVICE))
+    return early(n)
+
+
+def offloaded(n):
+    """Saved tensors on the host: without record_stream() on the way there, and without wait_stream() on the way back."""
+    side = torch.openreg.Stream()
+
+    def pack(x):
+        side.wait_stream(current())
+        with side:
+            host = torch.empty(x.shape, pin_memory=True)
+            host.copy_(x, non_blocking=True)
+        return host
+
+    def unpack(host):
+        with side:
+            x = host.to(DEVICE, non_blocking=True)
+        x.record_stream(current())
+        return x
+
+    w = torch.full((n,), 0.5, device=DEVICE, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = w.sin().exp().square().sum()
+    y.backward()
+    return w.grad.cpu()
+
+
+STALE = {
+    "device": early,
+    "second device": lambda n: early(n, "openreg:1"),
+    "pool": lambda n: early_in_a_pool(n, POOL),
+    "graph": early_in_a_graph,
+    "host": early_on_the_host,
+    "garbage": early_beside_garbage,
+    "offloading": offloaded,
+}
+POOL = torch.openreg.MemPool()
+
+
+@pytest.mark.parametrize("n", [64, 50_000])  # a block of a page, and pages
+@pytest.mark.parametrize("kind", STALE)
+def test_memory_that_is_read_too_early_holds_the_same_in_each_run(kind, n):
+    """Otherwise the program would give two results in one order."""
+    with torch.openreg.Stream():
+        kept = [torch.full((n,), 2.0, device=DEVICE) for _ in range(3)]  # so that its pages are not empty
+        freed = [torch.full((n,), float(i), device=DEVICE) for i in range(40)]
+    random.Random(0).shuffle(freed)
+    while freed:
+        freed.pop()
+    for seeds in (range(16), range(32, 48)):
+        found(STALE[kind], n, seeds=seeds)
+    assert all(x[-1] == 2 for x in kept)
+
+
 # ---- bad use ----
 
 
