@@ -23,6 +23,7 @@
 #include "backend/distributed.h"
 #include "backend/generator.h"
 #include "backend/guard.h"
+#include "backend/host_allocator.h"
 #include "backend/memory_history.h"
 #include "backend/profiler.h"
 #include "backend/serialization.h"
@@ -322,7 +323,26 @@ PYBIND11_MODULE(_C, m) {
       tracebacks.push_back(openreg::allocation_traceback(reinterpret_cast<void*>(address)));
     return symbolized(tracebacks);
   });
-  m.def("observe", &openreg::observe);
+  // The first and the last address of a block of pinned memory; see host_allocator.h.
+  m.def("pinned_block", [](uintptr_t address) {
+    const auto [start, end] = openreg::pinned_block(reinterpret_cast<const void*>(address));
+    return py::make_tuple(reinterpret_cast<uintptr_t>(start), reinterpret_cast<uintptr_t>(end));
+  });
+  // `answers(event, stream)`: see answers_query() in runtime/observer.h.
+  m.def(
+      "observe",
+      [](bool on, py::object answers) {
+        static auto& kept = *new py::object; // leaked: Python may have ended
+        openreg::set_answers_query(nullptr);
+        kept = std::move(answers);
+        openreg::observe(on);
+        if (kept.is_none()) return;
+        openreg::set_answers_query([](const void* event, openreg::Stream stream) {
+          const py::gil_scoped_acquire gil;
+          return kept(reinterpret_cast<uintptr_t>(event), py::make_tuple(stream.device, stream.id)).cast<bool>();
+        });
+      },
+      py::arg("on"), py::arg("answers") = py::none());
   m.def("take_notices", [] {
     py::list notices;
     for (const auto& each : openreg::take_notices())

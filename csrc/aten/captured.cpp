@@ -140,9 +140,10 @@ class CallArguments {
         if (each.written)
           each.host.unsafeGetTensorImpl()->set_sizes_and_strides(
               each.real.sizes(), each.real.strides(), each.real.storage_offset());
-      } else if (captured_.copies) {
-        each.host = each.alias;
-        detail::keep_in_capture(captured_.stream, std::make_shared<at::Tensor>(each.alias));
+      } else if (captured_
+                     .copies) { // pinned memory, whose block the graph keeps even if the program resizes the tensor
+        const StorageImpl* storage = storage_of(each.alias);
+        each.host = on_storage(each.alias, storage_over(storage->data(), storage->nbytes()));
       }
       add_use(uses, each.host, each.written);
     }

@@ -122,11 +122,14 @@ void capture_copy(const at::Tensor& self, const at::Tensor& destination, bool no
       detail::refuse_capture(
           stream, "aten::copy_", "the host would wait for a copy with pinned memory. Pass non_blocking=True.");
   }
+  const auto keep_host_memory = [&] {
+    for (const at::Tensor& x : {self, destination})
+      if (x.is_cpu() && x.numel()) detail::keep_in_capture(stream, keep_pinned(x.const_data_ptr()));
+  };
   if (is_plain(self, destination)) {
     const void* from = self.const_data_ptr();
     void* to = destination.mutable_data_ptr();
-    for (const at::Tensor& x : {self, destination})
-      if (x.is_cpu()) detail::keep_in_capture(stream, std::make_shared<at::Tensor>(x));
+    keep_host_memory();
     const size_t bytes = self.nbytes();
     return detail::capture(stream, copy_site(self, destination),
         [from, to, bytes, stream, type = self.scalar_type()] {
@@ -138,6 +141,7 @@ void capture_copy(const at::Tensor& self, const at::Tensor& destination, bool no
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
   CpuCall call("aten::copy_", CpuCall::kAny);
   const at::Tensor &from = call.alias(self), &to = call.alias(destination, /*write=*/true);
+  keep_host_memory();
   torch::jit::Stack stack{to, from, false};
   capture_call({op, c10::DispatchKey::CPU, call, stream, false, /*copies=*/true}, &stack);
 }

@@ -113,9 +113,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const DeviceStream& stream) const override {
     const Stream ours = checked_stream(stream);
     check_usable(ours.device);
-    const bool idle = query_stream(ours);
-    if (idle) notice("stream_synchronized", nullptr, ours);
-    return answer(ours.device, idle);
+    return answer(ours.device, query_stream(ours) && answers_query(nullptr, ours));
   }
   void synchronizeStream(const DeviceStream& stream) const override {
     synchronizes("Stream.synchronize", checked_stream(stream));
@@ -164,9 +162,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!event) return true;
     const auto* ours = static_cast<Event*>(event);
     check_usable(ours->device());
-    const bool reached = ours->query();
-    if (reached) notice("event_synchronized", ours->identity(), {});
-    return answer(ours->device(), reached);
+    return answer(ours->device(), ours->query() && answers_query(ours->identity(), {}));
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;

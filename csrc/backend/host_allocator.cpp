@@ -13,6 +13,7 @@
 
 #include "../runtime/fork.h"
 #include "../runtime/memory.h"
+#include "../runtime/observer.h"
 #include "../runtime/stream.h"
 #include "guard.h"
 #include "host_allocator.h"
@@ -26,6 +27,7 @@ struct Block {
   size_t bytes; // a power of two, at least kPage
   bool used;
   std::vector<Ticket> uses; // queued work that reads or writes it
+  int kept = 0; // by keep_pinned()
 };
 
 struct Pool {
@@ -47,7 +49,8 @@ struct Pool {
   void collect() {
     std::erase_if(waiting, [&](const char* start) {
       Block& block = blocks.at(start);
-      if (!std::all_of(block.uses.begin(), block.uses.end(), [](const Ticket& use) { return done(use); })) return false;
+      if (block.kept || !std::all_of(block.uses.begin(), block.uses.end(), [](const Ticket& use) { return done(use); }))
+        return false;
       block.uses.clear();
       free.emplace(block.bytes, start);
       stats.active_requests.decrease(1);
@@ -71,7 +74,9 @@ void free_pinned(void* pointer) {
   if (!pointer || forked()) return; // another thread of the parent may have held the lock
   auto& [mutex, blocks, free, waiting, stats] = pool();
   std::lock_guard lock(mutex);
-  blocks.at(static_cast<const char*>(pointer)).used = false;
+  Block& block = blocks.at(static_cast<const char*>(pointer));
+  notice("host_freed", pointer, {}, block.bytes); // under the lock, so before another thread gets the block
+  block.used = false;
   waiting.push_back(static_cast<const char*>(pointer));
   pool().collect();
 }
@@ -101,7 +106,7 @@ struct PinnedMemory final : at::HostAllocator {
     }
     stats.active_requests.increase(1);
     stats.active_bytes.increase(size);
-    blocks[static_cast<const char*>(pointer)] = {size, true, {}};
+    blocks[static_cast<const char*>(pointer)] = {size, true, {}, 0};
     if (poison()) std::memset(pointer, 0xFF, size);
     return {pointer, pointer, &free_pinned, c10::Device(c10::kCPU)};
   }
@@ -159,6 +164,26 @@ REGISTER_HOST_ALLOCATOR(at::kPrivateUse1, &pinned_memory)
 bool is_pinned(const void* pointer) {
   std::lock_guard lock(pool().mutex);
   return pool().find(pointer) != pool().blocks.end();
+}
+
+std::pair<const char*, const char*> pinned_block(const void* pointer) {
+  std::lock_guard lock(pool().mutex);
+  const auto found = pool().find(pointer);
+  if (found == pool().blocks.end()) return {static_cast<const char*>(pointer), static_cast<const char*>(pointer)};
+  return {found->first, found->first + found->second.bytes};
+}
+
+std::shared_ptr<void> keep_pinned(const void* pointer) {
+  std::lock_guard lock(pool().mutex);
+  const auto found = pool().find(pointer);
+  if (found == pool().blocks.end()) return nullptr;
+  Block& block = found->second; // the map erases no block that is kept
+  ++block.kept;
+  return {&block, [](void* kept) {
+            if (forked()) return; // another thread of the parent may have held the lock
+            std::lock_guard unkeep(pool().mutex);
+            --static_cast<Block*>(kept)->kept;
+          }};
 }
 
 void record_pinned_use(const void* pointer, Stream stream) {

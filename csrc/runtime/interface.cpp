@@ -224,8 +224,7 @@ constexpr openreg_interface table{
           return guarded([&] {
             const Stream ours = checked(stream);
             check_usable(ours.device);
-            if (!(given("a place for the answer", idle) = query_stream(ours))) return;
-            notice("stream_synchronized", nullptr, ours);
+            if (!(given("a place for the answer", idle) = query_stream(ours) && answers_query(nullptr, ours))) return;
             throw_kept_error(ours.device, /*keep=*/true);
           });
         },
@@ -330,8 +329,7 @@ constexpr openreg_interface table{
         [](openreg_event* event, int32_t* reached) {
           return guarded([&] {
             check_usable(checked(event).event.device());
-            if (!(given("a place for the answer", reached) = event->event.query())) return;
-            notice("event_synchronized", event, {});
+            if (!(given("a place for the answer", reached) = event->event.query() && answers_query(event, {}))) return;
             throw_kept_error(event->event.device(), /*keep=*/true);
           });
         },

@@ -15,6 +15,7 @@ namespace {
 
 std::mutex observer_mutex;
 auto& notices = *new std::vector<Notice>; // leaked: memory may be freed after main()
+std::atomic<AnswersQuery> observers_answer{nullptr};
 
 } // namespace
 
@@ -22,6 +23,18 @@ void detail::keep_notice(const char* what, const void* object, Stream stream, st
   if (forked()) return; // another thread of the parent may have held the lock
   std::lock_guard lock(observer_mutex);
   notices.push_back({what, static_cast<std::uintptr_t>(pthread_self()), object, stream, bytes});
+}
+
+bool answers_query(const void* event, Stream stream) {
+  if (!detail::observed.load(std::memory_order_relaxed)) [[likely]]
+    return true;
+  if (const auto answers = observers_answer.load(); answers && !answers(event, stream)) return false;
+  notice(event ? "event_synchronized" : "stream_synchronized", event, stream);
+  return true;
+}
+
+void set_answers_query(AnswersQuery answers) noexcept {
+  observers_answer = answers;
 }
 
 void observe(bool on) {

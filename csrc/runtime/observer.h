@@ -31,6 +31,13 @@ inline void notice(const char* what, const void* object, Stream stream, std::siz
     detail::keep_notice(what, object, stream, bytes);
 }
 
+// Whether the program may learn that the work is done for which it asked: the work that an event recorded or, if
+// `event` is null, all work of a stream. Only the observer refuses it: see Races.answers() in
+// openreg_ops/openreg/races.py. If not refused, keeps the notice that the host comes after that work.
+bool answers_query(const void* event, Stream stream);
+using AnswersQuery = bool (*)(const void* event, Stream stream);
+void set_answers_query(AnswersQuery answers) noexcept; // null: it refuses nothing
+
 // The collective that the next event on this thread is recorded for, if it is not recorded for the current stream.
 inline thread_local const void* recorded_for = nullptr;
 

@@ -68,7 +68,7 @@ def enable_openreg_sanitizer(report: Report | None = None) -> None:
     with _lock:
         if _races is None:
             _races = races.Races(report)
-            _C.observe(True)
+            _C.observe(True, _races.answers)
             capture_hooks.watch(_races.captures)
         _users += 1
     _thread.modes = (race_modes.SanitizerFunctionMode(_races), race_modes.SanitizerDispatchMode(_races))

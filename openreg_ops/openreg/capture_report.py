@@ -11,6 +11,7 @@ import torch
 from torch.cuda._sanitizer import AccessType, SynchronizationError
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from openreg_ops import _C
 from openreg_ops.openreg.host_values import Place
 from openreg_ops.openreg.race_report import Access, Memory, Span, Stream, Trace
 
@@ -90,6 +91,7 @@ class CapturedGraph:
     uses: dict[tuple[Span, AccessType, int, int], Use] = field(default_factory=dict)
     events: list[tuple[int, bool]] = field(default_factory=list)  # external ones, and whether it records them
     made: list[Memory] = field(default_factory=list)  # in its pool
+    pinned: list[Memory] = field(default_factory=list)  # host memory that its copies use
     tensors: list[HostTensor] = field(default_factory=list)
     numbers: dict[tuple[str, int], tuple[Node, Place]] = field(default_factory=dict)  # by place
     varying: set[tuple[str, int]] = field(default_factory=set)  # places that had several values during the capture
@@ -111,6 +113,14 @@ class CapturedGraph:
         key = place.text, place.of
         if self.numbers.setdefault(key, (node, place))[1].value != place.value:
             self.varying.add(key)
+
+    def pinned_memory(self, address: int) -> Memory:
+        """The block of pinned memory at an address."""
+        for each in self.pinned:
+            if each.start <= address < each.end:
+                return each
+        self.pinned.append(Memory(*_C.pinned_block(address)))
+        return self.pinned[-1]
 
     def shares_memory(self, other: CapturedGraph) -> bool:
         """Whether both captures allocated the same memory of their common pool."""

@@ -170,7 +170,10 @@ class Captures:
         for x, kind, name in found:
             if x.device.type == "openreg":
                 memory = self.races._memory_of(x)
-                assert memory is not None
+            else:
+                memory = graph.pinned_memory(address_of(x)) if x.is_pinned() else None  # of a copy
+            if memory is not None:
+                self.races.note_use(memory)
                 span = Span.of(x)
                 part = len(graph.events)
                 use = Use(node, part, kind, span, memory, StorageWeakRef(x.untyped_storage()), name)
@@ -223,18 +226,26 @@ class Captures:
             if not begun:  # after the events with which the graph begins
                 errors += self._pool(graph, stream, trace)
                 begun = True
-            if races.memory.get(use.memory.start) is use.memory:
+            if (memory := self._memory(use)) is not None:
                 name = f"{replay}, in its node {use.node}"
                 aliases = [use.argument] if use.argument else []
                 access = Access(
                     use.kind, races.seq_num, stream, name, aliases, use.argument is None, trace, use.span, node=use.node
                 )
-                accesses.append((use.memory, access))
-                errors += races.raced(use.memory, access)
+                accesses.append((memory, access))
+                errors += races.raced(memory, access)
         races.fail(errors)
         graph.last = Access(WRITE, races.seq_num, stream, replay, [], False, trace, Span(0, 0, None))
         self._events(graph.events[part:], stream)
         return graph, accesses
+
+    def _memory(self, use: Use) -> Memory | None:
+        """The memory that a node uses in a replay, or None if the program no longer has it."""
+        start = use.memory.start
+        if use.memory.owner is not None:
+            return use.memory if self.races.memory.get(start) is use.memory else None
+        first, end = _C.pinned_block(start)
+        return self.races.watch(start) if first < end else None  # the graph keeps what the program has freed
 
     def _events(self, events: list[tuple[int, bool]], stream: Stream) -> None:
         """A replay records external events, or waits for them. The nodes behind an event are not part of its record."""
@@ -284,6 +295,9 @@ class Captures:
     def _alive(self, use: Use) -> str | None:
         """What happened to an input, or None if it is still where it was."""
         memory = use.memory
+        if memory.owner is None:  # pinned memory
+            storage = torch.UntypedStorage._new_with_weak_ptr(use.storage.cdata)
+            return "moved" if storage is not None and not memory.start <= storage.data_ptr() < memory.end else None
         if memory.graph is not None and (maker := memory.graph()) is not None and maker in self.graphs:
             return None  # in a pool that a graph keeps
         if self.races.memory.get(memory.start) is memory:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import types
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch._C import DispatchKey
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from openreg_ops import _C
@@ -35,13 +40,50 @@ class SanitizerDispatchMode(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
-            return func(*args, **kwargs)
+            return func(*pytree.tree_map(self._checked, args), **pytree.tree_map(self._checked, kwargs))
         traits = traits_of(func)
         if traits.ignored or not self.races.on or not all(map(is_plain, classes)):  # fake tensors
             return func(*args, **kwargs)
         if not self.races.captures.active and _C.is_current_stream_capturing():  # began before the sanitizer was on
             return func(*args, **kwargs)
-        return Call(self.races, func, traits, args, kwargs).run()
+        kernel = None
+        if torch._C._len_torch_dispatch_stack() == 0:  # otherwise the mode below must see the operator
+            backend = _backend(args, kwargs)
+            composite = traits.composite and not func.has_kernel_for_any_dispatch_key(backend)
+            if composite or traits.calls or _is_python(func):
+                kernel = self._checked(functools.partial(func.redispatch, backend))
+            if composite and kernel:  # below autograd, as in inference mode and in the kernel of another operator
+                return kernel(*args, **kwargs)
+        return Call(self.races, func, traits, args, kwargs, kernel).run()
+
+    def _checked(self, function: Any) -> Any:
+        """A function that calls `function` with the operators in it checked; other values as they are."""
+        if not isinstance(function, (types.FunctionType, functools.partial, torch.nn.Module)):
+            return function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            functions = SanitizerFunctionMode(self.races)
+            seen = any(isinstance(each, SanitizerFunctionMode) for each in _get_current_function_mode_stack())
+            with contextlib.nullcontext() if seen else functions, self:
+                return function(*args, **kwargs)
+
+        return call
+
+
+def _is_python(func: torch._ops.OpOverload) -> bool:
+    """Whether the program has replaced the device's kernel of an operator by a Python function."""
+    return f"{func.name().replace('::', '/')}/PrivateUse1" in torch.library._impls
+
+
+def _backend(args: Any, kwargs: Any) -> torch._C.DispatchKeySet:
+    """The dispatch key below those of modes at which an operator's kernel is."""
+    below = torch._C._dispatch_keyset_full_after(DispatchKey.Python).remove(DispatchKey.BackendSelect)
+    key = torch._ops._compute_keyset(args, kwargs, below).highestPriorityTypeId()
+    if key != DispatchKey.Undefined:
+        return torch._C.DispatchKeySet(key)
+    device = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.device)), None)
+    is_ours = device is not None and device.type == "openreg"
+    return torch._C.DispatchKeySet(DispatchKey.PrivateUse1 if is_ours else DispatchKey.CPU)
 
 
 class SanitizerFunctionMode(TorchFunctionMode):

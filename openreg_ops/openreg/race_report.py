@@ -167,9 +167,10 @@ class UnsynchronizedAccessError(csan.UnsynchronizedAccessError):
                 f"wait_tensor() on the tensor that a functional collective returned, while {now} is current."
             )
         if self.current_access.stream is None:
+            replayed = self.previous_access.node is not None
             return (
                 f"Before the host uses the tensor, call synchronize() on {then} or on an event recorded there behind "
-                "the copy; or copy with non_blocking=False."
+                + ("the replay." if replayed else "the copy; or copy with non_blocking=False.")
             )
         this = "replay" if self.current_access.node else "access"
         return (

@@ -9,17 +9,17 @@ and waits of the host. The clocks, the meaning of the arguments and the base cla
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.cuda import _sanitizer as csan
 from torch.cuda._sanitizer import AccessType, SynchronizationError
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from openreg_ops import _C
 from openreg_ops.openreg.capture_report import GraphError
@@ -99,6 +99,8 @@ class _Traits(NamedTuple):
     copies: bool  # has the argument non_blocking
     waits: bool  # the host, for a value or a size
     collective: bool  # of torch.distributed, with a work that may outlast the call
+    calls: bool  # other operators in its kernel, which are checked too
+    composite: bool  # its kernel does nothing but call other operators
     cloned: bool  # its inputs, before the collective begins
 
 
@@ -121,6 +123,8 @@ def _of_collective(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[
 
 # Of a collective's output: a wait, which the runtime tells, and the wrapper that waits when it is used.
 _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+# Operators of these say in their schemas what they access. The kernels of others may do what any program does.
+_CALL_NONE = ("aten", "prim", "prims", "openreg", "c10d", "_c10d_functional")
 
 
 @functools.cache
@@ -130,7 +134,8 @@ def traits_of(func: torch._ops.OpOverload) -> _Traits:
     collective = namespace == "c10d" and any(each.name == "process_group" for each in schema.arguments)
     waits = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
     returns = any("Tensor" in str(each.type) for each in schema.returns)
-    query = not returns and not waits and not schema.is_mutable  # is_pinned, is_same_size
+    calls = not collective and namespace not in _CALL_NONE
+    query = not returns and not waits and not schema.is_mutable and not calls  # is_pinned, is_same_size
     return _Traits(
         ignored=not collective
         and (
@@ -144,6 +149,8 @@ def traits_of(func: torch._ops.OpOverload) -> _Traits:
         copies=any(argument.name == "non_blocking" for argument in schema.arguments),
         waits=waits and name != "index",
         collective=collective,
+        calls=calls,
+        composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
         cloned=namespace == "_c10d_functional" and name in ("all_reduce", "all_reduce_coalesced", "broadcast"),
     )
 
@@ -159,12 +166,14 @@ class Races:
         self.syncs = csan.StreamSynchronizations()
         self.memory: dict[int, Memory] = {}  # of devices, by address
         self.left: list[Memory] = []  # freed, but a stream for which the owner did not wait may still use it
-        self.host: dict[int, tuple[StorageWeakRef, Memory]] = {}  # used by copies for which the host did not wait
+        self.host: list[Memory] = []  # pinned, used by copies for which the host did not wait
         self.works: dict[int, Collective] = {}  # that exist, by address
         self.started: dict[int, Collective] = {}  # by each thread's last call
+        self.asked: set[int | Stream] = set()  # events and streams whose last query was not told that the work is done
         self.seq_num = 0
         self.caller = threading.get_ident()  # the thread that last called an operator outside a backward
         self.lock = threading.RLock()
+        self.inside = threading.local()  # .used: the memory that operators in the current kernel use, by identity
         self.captures = Captures(self)
         self.on = True
 
@@ -203,10 +212,15 @@ class Races:
                 self.allocated(address, size, stream, trace if thread == threading.get_ident() else None)
             elif what == "collective_started":
                 self.collective_started(address, stream, thread)
+            elif what == "host_freed":
+                self.host = [each for each in self.host if each.end <= address or address + size <= each.start]
             elif what == "event_recorded" and size in self.works:
                 self.event_recorded(address, self.works[size])
             else:
                 getattr(self, what)(address, stream)
+        for memory in self.host:
+            memory.accesses = [each for each in memory.accesses if not self.after(None, each)]
+        self.host = [each for each in self.host if each.accesses]
 
     def allocated(self, address: int, size: int, stream: Stream, trace: Trace | None) -> None:
         self.memory[address] = memory = Memory(address, address + size, stream, trace)
@@ -276,6 +290,7 @@ class Races:
 
     def event_destroyed(self, event: int, _stream: Stream) -> None:
         self.syncs.recorded_sync_states.pop(event, None)
+        self.asked.discard(event)
 
     def stream_synchronized(self, _object: int, stream: Stream) -> None:
         self.syncs.all_streams_wait_for_stream(stream)
@@ -285,27 +300,44 @@ class Races:
             if isinstance(each, tuple) and each[0] == stream[0]:
                 self.syncs.all_streams_wait_for_stream(each)
 
+    def answers(self, event: int, stream: Stream) -> bool:
+        """Whether a query of an event, or of a stream if `event` is 0, may tell the program that the work is done.
+
+        The first query does not tell it of work that the host has not waited for. On hardware that work may still run,
+        so the program must be right with this answer too, in every launch mode.
+        """
+        with self.lock, torch._C._DisableTorchDispatch():
+            self.drain()
+            asked = event or stream
+            if asked in self.asked:
+                self.asked.remove(asked)
+                return True
+            syncs = self.syncs
+            state = syncs.recorded_sync_states.get(event) if event else syncs.current_sync_states.get(stream)
+            if not self.on or all(seq <= syncs.host_sync_state.get(each, -1) for each, seq in (state or {}).items()):
+                return True
+            self.asked.add(asked)
+            return False
+
     # ---- accesses ----
 
     def _memory_of(self, x: torch.Tensor) -> Memory | None:
         """What is known about the memory of a tensor; None for host memory that no copy in flight uses."""
-        if x.device.type == "cpu":
-            return self.host.get(x.untyped_storage()._cdata, (None, None))[1]
         base = address_of(x)
+        if x.device.type == "cpu":  # by address, because storages share memory through NumPy and DLPack
+            end = base + x.untyped_storage().nbytes()
+            return next((each for each in self.host if each.start < end and base < each.end), None)
         if base not in self.memory:  # allocated before the sanitizer was on
             self.memory[base] = Memory(base, base + x.untyped_storage().nbytes(), (x.device.index, 0))
         return self.memory[base]
 
-    def watch(self, x: torch.Tensor) -> None:
-        """Track the memory of a host tensor while a copy uses it, until the memory is freed."""
-        for key, (storage, memory) in list(self.host.items()):
-            memory.accesses = [each for each in memory.accesses if not self.after(None, each)]
-            if storage.expired() or not memory.accesses:
-                del self.host[key]
-        storage = x.untyped_storage()
-        self.host.setdefault(
-            storage._cdata, (StorageWeakRef(storage), Memory(address_of(x), address_of(x) + storage.nbytes()))
-        )
+    def watch(self, address: int) -> Memory:
+        """Track the block of pinned memory at an address while a copy uses it, until it is freed."""
+        for each in self.host:
+            if each.start <= address < each.end:
+                return each
+        self.host.append(Memory(*_C.pinned_block(address)))
+        return self.host[-1]
 
     def check(
         self, accesses: Iterable[tuple[torch.Tensor, Access]], made_only: bool = False
@@ -317,11 +349,29 @@ class Races:
             if (memory := self._memory_of(x)) is None:
                 continue
             found.append((memory, access))
+            self.note_use(memory)
             if not made_only:
                 errors += self.raced(memory, access)
                 errors += self.captures.read(memory, access)
         self.fail(errors)
         return [each for each in found if each[1].stream is not None]
+
+    def note_use(self, memory: Memory) -> None:
+        """Note that an operator uses this memory, if a kernel has called it."""
+        if (used := getattr(self.inside, "used", None)) is not None:
+            used[id(memory)] = memory
+
+    @contextlib.contextmanager
+    def kernel(self) -> Iterator[dict[int, Memory]]:
+        """While a kernel runs that calls operators: the memory that these use."""
+        outer, used = getattr(self.inside, "used", None), {}
+        self.inside.used = used
+        try:
+            yield used
+        finally:
+            self.inside.used = outer
+            if outer is not None:
+                outer.update(used)
 
     def raced(self, memory: Memory, access: Access) -> list[UnsynchronizedAccessError]:
         """The accesses so far that nothing orders before this one."""
@@ -342,6 +392,8 @@ class Races:
 
     def keep(self, memory: Memory, access: Access) -> None:
         """Add an access and drop the earlier ones that it covers: waiting for it includes waiting for them."""
+        if memory.owner is None:
+            memory = self.watch(memory.start)  # another thread may have dropped it since the check
         memory.accesses = [
             each
             for each in memory.accesses
@@ -358,8 +410,17 @@ class Races:
 class Call:
     """One operator's call: where it runs, what it accesses, and what the host waits for in it."""
 
-    def __init__(self, races: Races, func: torch._ops.OpOverload, traits: _Traits, args: Any, kwargs: Any) -> None:
+    def __init__(
+        self,
+        races: Races,
+        func: torch._ops.OpOverload,
+        traits: _Traits,
+        args: Any,
+        kwargs: Any,
+        kernel: Callable[..., Any] | None = None,
+    ) -> None:
         self.races, self.func, self.traits, self.args, self.kwargs = races, func, traits, args, kwargs
+        self.kernel = kernel  # of an operator that calls others, so that these are checked
         self.streams: list[Stream] = []  # where it runs, and the streams of other devices that wait for it
         self.non_blocking = False
         if traits.copies:
@@ -373,6 +434,8 @@ class Call:
         else:
             arguments.parse_inputs(self.func._schema, self.args, self.kwargs, is_factory=not self.traits.reads)
             inputs = arguments.found
+        if self.kernel:
+            return self.run_kernel(arguments)
         on_host = [each for each in inputs if each[0].device.type == "cpu"]
         captures = self.races.captures
         if captures.active and (stream := captures.captured(inputs, self.args, self.kwargs)):
@@ -420,6 +483,41 @@ class Call:
             captures.host_result(self.func, out)
         return out
 
+    def run_kernel(self, arguments: _Arguments) -> Any:
+        """Run the kernel and check the operators that it calls. Memory that these do not use, the kernel may use itself."""
+        assert self.kernel is not None
+        inputs, captures = arguments.found, self.races.captures
+        stream = captures.captured(inputs, self.args, self.kwargs) if captures.active and captures.of_thread() else None
+        with self.races.lock, torch._C._DisableTorchDispatch():
+            self.trace = Trace(self.races.caller)
+            if self.trace.node is None:
+                self.races.caller = threading.get_ident()
+            node = captures.node(self.func, self.args, self.kwargs, self.trace) if stream else None
+        with self.races.kernel() as used:
+            out = self.kernel(*self.args, **self.kwargs)
+        with self.races.lock, torch._C._DisableTorchDispatch():
+            self.races.drain(self.trace)
+            arguments.found = []
+            arguments.parse_outputs(self.func._schema, out, is_factory=False)
+
+            def unseen(found: list[Any]) -> list[Any]:
+                memories = [(each, self.races._memory_of(each[0])) for each in found]
+                return [each for each, memory in memories if memory is not None and id(memory) not in used]
+
+            inputs, outputs = unseen(inputs), unseen(arguments.found)
+            if stream and node:
+                captures.use(node, stream, inputs + outputs)
+                return out
+            self.races.seq_num += 1
+            self.seq_num = self.races.seq_num
+            self.runs_on(inputs + outputs)
+            for memory, access in self.check(inputs) + self.check(outputs, is_output=True):
+                self.races.keep(memory, access)
+            if self.waits(inputs):
+                for each in self.streams:
+                    self.races.syncs.all_streams_wait_for_stream(each)
+        return out
+
     def capture(self, stream: Stream, arguments: _Arguments) -> Any:
         """Note what the operator uses; it runs in the replays."""
         captures, inputs = self.races.captures, arguments.found
@@ -465,7 +563,7 @@ class Call:
             if x.device.type == "cpu":
                 # A copy has read or written pageable memory when it returns, as CUDA documents.
                 if self.non_blocking and stream and x.is_pinned():
-                    self.races.watch(x)
+                    self.races.watch(address_of(x))
                 elif is_output or not self.races.host:
                     continue
                 else:

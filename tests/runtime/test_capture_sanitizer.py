@@ -156,6 +156,205 @@ def test_a_gradient_was_set_to_none():
         graph.replay()
 
 
+# ---- pinned memory that a captured copy uses ----
+
+
+def pinned(*shape, value=0.0):
+    return torch.full(shape or (4,), value, pin_memory=True)
+
+
+def wait_for_replay(wait):
+    if wait == "stream":
+        current().synchronize()
+    elif wait == "event":
+        current().record_event().synchronize()
+    elif wait == "device":
+        torch.openreg.synchronize()
+    elif wait == "value":
+        ones().sum().item()
+    elif wait == "poll":
+        event = current().record_event()
+        while not event.query():
+            pass
+
+
+HOST_WAITS = ["stream", "event", "device", "value", "poll"]
+HOST_READS = {
+    "item": lambda host: host[1].item(),
+    "sum": lambda host: host.sum(),
+    "tolist": lambda host: host.tolist(),
+    "numpy": lambda host: host.numpy(),
+    "view": lambda host: host.view(2, 2)[1] + 1,
+    "through NumPy": lambda host: torch.from_numpy(host.detach().numpy()).sum(),
+    "write": lambda host: host.zero_(),
+    "to the device": lambda host: host.to(DEVICE),
+}
+
+
+@pytest.mark.parametrize("read", HOST_READS)
+def test_a_captured_copy_to_the_host_is_read_too_early(read):
+    host, x = pinned(), ones()
+    graph, _ = captured(lambda: host.copy_(x * 2, non_blocking=True))
+    HOST_READS[read](host)  # the capture has copied nothing
+    for _ in range(2):
+        graph.replay()
+        with caught("race", "in its node aten.copy_.default, captured at", "Before the host uses the tensor", "replay"):
+            HOST_READS[read](host)
+        current().synchronize()
+        HOST_READS[read](host)
+
+
+@pytest.mark.parametrize("wait", HOST_WAITS)
+@pytest.mark.parametrize("read", HOST_READS)
+def test_a_captured_copy_to_the_host_is_read_in_time(read, wait):
+    host, x = pinned(), ones()
+    graph, _ = captured(lambda: host.copy_(x * 2, non_blocking=True))
+    for _ in range(2):
+        graph.replay()
+        wait_for_replay(wait)
+        HOST_READS[read](host)
+
+
+HOST_WRITES = {
+    "fill": lambda host: host.fill_(2),
+    "copy": lambda host: host.copy_(torch.ones(4)),
+    "element": lambda host: host.__setitem__(3, 2.0),
+    "view": lambda host: host.view(2, 2).mul_(2),
+    "out": lambda host: torch.add(torch.ones(4), 1, out=host),
+    "from the device": lambda host: host.copy_(ones(device="openreg:1"), non_blocking=True),
+}
+
+
+@pytest.mark.parametrize("write", HOST_WRITES)
+def test_the_source_of_a_captured_copy_is_written_too_early(write):
+    host = pinned()
+    graph, _ = captured(lambda: host.to(DEVICE, non_blocking=True) * 2)
+    HOST_WRITES[write](host)
+    torch.openreg.synchronize(1)
+    for wait in HOST_WAITS:
+        graph.replay()
+        host.sum()  # both read
+        with caught("race", "in its node aten._to_copy.default, captured at", "reading from argument(s) self"):
+            HOST_WRITES[write](host)
+        wait_for_replay(wait)
+        HOST_WRITES[write](host)
+        torch.openreg.synchronize(1)
+
+
+def test_each_of_several_pinned_tensors():
+    hosts, xs = [pinned() for _ in range(3)], [ones() for _ in range(3)]
+
+    def copies():
+        torch._foreach_copy_(hosts[:2], xs[:2], non_blocking=True)
+        return hosts[2].to(DEVICE, non_blocking=True)
+
+    for run in (copies, captured(copies)[0].replay):
+        for host in hosts[:2]:
+            run()
+            with pytest.raises(sanitizer.OpenregSanitizerErrors):
+                host.sum()
+            hosts[2].sum()
+            current().synchronize()
+            host.sum()
+        run()
+        with pytest.raises(sanitizer.OpenregSanitizerErrors):
+            hosts[2].zero_()
+        current().synchronize()
+        hosts[2].zero_()
+
+
+def test_a_pinned_result_of_a_capture():
+    graph, host = captured(lambda: (ones() * 2).to("cpu", non_blocking=True))
+    graph.replay()
+    with caught("race", "in its node aten._to_copy.default"):
+        host.sum()
+    current().synchronize()
+    assert host.sum() == 8
+
+
+def test_another_part_of_the_pinned_memory_may_be_used():
+    host, x = pinned(8), ones()
+    graph, _ = captured(lambda: host[:4].copy_(x, non_blocking=True))
+    graph.replay()
+    assert host[4:].sum() == 0
+    with caught("race"):
+        host[3:].sum()
+
+
+@pytest.mark.parametrize("device", ["openreg:0", "openreg:1"])
+def test_replays_on_another_stream_and_device(device):
+    host, x = pinned(), ones(device=device)
+    current(device).synchronize()
+    with torch.openreg.device(device):
+        graph, _ = captured(lambda: host.copy_(x, non_blocking=True))
+        side = torch.openreg.Stream()
+        with side:
+            graph.replay()
+        current().synchronize()  # another stream
+        with caught("race"):
+            host.sum()
+        with torch.openreg.Stream(), caught("race", "writing to argument(s) self"):
+            host.copy_(x, non_blocking=True)
+        side.synchronize()
+        assert host.sum() == 4
+
+
+def test_a_pinned_tensor_in_a_child_graph():
+    host, x = pinned(), ones()
+    child, _ = captured(lambda: host.copy_(x, non_blocking=True))
+    graph, _ = captured(child.replay)
+    graph.replay()
+    with caught("race"):
+        host.sum()
+    current().synchronize()
+    assert host.sum() == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the second copy converts
+@pytest.mark.parametrize("resize", [lambda x: x.untyped_storage().resize_(0), lambda x: x.resize_(100_000)])
+def test_a_graph_keeps_its_pinned_memory(resize, dtype, mode):
+    """A replay after the program has resized or freed a tensor writes to no other tensor's memory, and is reported."""
+    host, x = torch.zeros(1000, dtype=dtype, pin_memory=True), torch.ones(1000, device=DEVICE)
+    graph, _ = captured(lambda: host.copy_(x, non_blocking=True))
+    resize(host)
+    other = [torch.zeros(1000, dtype=dtype, pin_memory=True) for _ in range(4)]
+    with caught("moved_input", "argument self of aten.copy_.default", "was moved to other memory since the capture"):
+        graph.replay()
+    sanitizer.disable_openreg_sanitizer()
+    graph.replay()
+    host = None
+    graph.replay()
+    current().synchronize()
+    assert all(each.sum() == 0 for each in other)
+    sanitizer.enable_openreg_sanitizer()
+
+
+def test_pinned_memory_that_the_program_has_freed():
+    host, x = pinned(), ones()
+    graph, y = captured(lambda: (host.copy_(x, non_blocking=True), host.to(DEVICE, non_blocking=True))[1])
+    host = None
+    for _ in range(2):
+        graph.replay()
+        others = [pinned() for _ in range(4)]
+        assert all(each.add_(1).sum() == 4 for each in others)
+    assert y.sum().item() == 4
+
+
+def test_double_buffers():
+    """Two pinned tensors, each with an event of the replay that last read it."""
+    hosts, inputs = [pinned(), pinned()], ones()
+    graphs = [captured(lambda host=host: inputs.copy_(host, non_blocking=True).mul_(2))[0] for host in hosts]
+    events, results = [None, None], []
+    for i in range(6):
+        if events[i % 2] is not None:
+            events[i % 2].synchronize()
+        hosts[i % 2].fill_(i)
+        graphs[i % 2].replay()
+        results.append(inputs.clone())
+        events[i % 2] = current().record_event()
+    assert torch.stack(results)[:, 0].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+
+
 # ---- an output that the next replay overwrote ----
 
 

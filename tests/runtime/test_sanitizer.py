@@ -91,6 +91,13 @@ def use_without_wait(wait):
         event = current().record_event()
         while not event.query():
             pass
+    elif wait == "poll, stream":
+        while not current().query():
+            pass
+    elif wait == "asked":
+        event = current().record_event()
+        if not event.query():
+            event.synchronize()
     with side:
         z = y + 1
     current().wait_stream(side)
@@ -124,9 +131,58 @@ def test_the_report_in_the_documentation():
             assert " ".join(line.split()) in message(error)
 
 
-@pytest.mark.parametrize("wait", ["stream", "event", "host", "host, event", "device", "value", "poll"])
+@pytest.mark.parametrize(
+    "wait", ["stream", "event", "host", "host, event", "device", "value", "poll", "poll, stream", "asked"]
+)
 def test_use_on_another_stream_with_a_wait(wait):
     assert use_without_wait(wait)[-1] == 2
+
+
+def recorded(stream, **options):
+    with torch.openreg.device(stream.device):
+        event = torch.openreg.Event(**options)
+    event.record(stream)
+    return event
+
+
+QUERIES = {
+    "event": lambda stream: stream.record_event().query(),
+    "stream": lambda stream: stream.query(),
+    "external event": lambda stream: recorded(stream, external=True).query(),
+    "interprocess event": lambda stream: recorded(stream, interprocess=True).query(),
+}
+
+
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("device", ["openreg:0", "openreg:1"])
+def test_a_query_whose_answer_is_ignored_is_no_wait(query, device):
+    """The first answer is that the work still runs, in every mode, although it has run in the mode inline."""
+    host, x = torch.zeros(4, pin_memory=True), torch.ones(4, device=device)
+    stream = current(device)
+    host.copy_(x, non_blocking=True)
+    QUERIES[query](stream)
+    with caught():
+        host.sum()
+    host.copy_(x, non_blocking=True)
+    if not QUERIES[query](stream):
+        stream.synchronize()
+    assert host.sum() == 4
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_query_after_a_wait_is_true(query):
+    stream = torch.openreg.Stream()
+    assert stream.query() and current().query()  # they have no work
+    with stream:
+        x = torch.ones(4, device=DEVICE)
+    for wait in (stream.synchronize, torch.openreg.synchronize, lambda: stream.record_event().synchronize()):
+        with stream:
+            x.add_(1)
+        wait()
+        assert [QUERIES[query](stream) for _ in range(3)] == [True] * 3
+    with stream:
+        x.sum().item()
+    assert QUERIES[query](stream)
 
 
 def test_write_while_another_stream_reads():
@@ -696,12 +752,15 @@ def test_compiled(backend):
 
 
 def test_higher_order_operators():
-    """They pass: torch.cond, and what torch.compile makes of a mutation. What is in them is not checked."""
+    """Functions in torch.cond are checked, and what torch.compile makes of a mutation passes."""
     cache, new = (torch.zeros(2, 4, 1, 3, device=DEVICE) for _ in range(2))
     add = torch.compile(lambda x, y: torch.ops.aten.add_(x, y) * 2, backend="aot_eager", fullgraph=True)
     assert add(cache, new).sum().item() == 0
     out = torch.cond(torch.tensor(True, device=DEVICE), lambda x: x + 1, lambda x: x - 1, (cache,))
     assert out.sum().item() == cache.numel()
+    cache = torch.zeros(4, device=DEVICE)
+    with torch.openreg.Stream(), caught():
+        torch.cond(torch.tensor(True, device=DEVICE), lambda x: x + 1, lambda x: x - 1, (cache,))
     torch._dynamo.reset()
 
 
@@ -713,6 +772,170 @@ def test_character_transformer(monkeypatch):
     for _ in range(2):
         run.step(torch.randint(50, (example.BATCH, example.CONTEXT + 1)))
     del sys.modules["train_char_transformer"]
+
+
+# ---- the kernels of operators, which call other operators ----
+
+
+def to_host(x, fixed):
+    """The two lines that race: a copy to pinned memory, and a read of it."""
+    host = torch.zeros(x.shape, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    if fixed:
+        current().synchronize()
+    return host
+
+
+def on_side(x, fixed):
+    side = torch.openreg.Stream()
+    if fixed:
+        side.wait_stream(current())
+    with side:
+        y = x * 2
+    current().wait_stream(side)
+    return y
+
+
+BODIES = {
+    "item": lambda x, fixed: x + to_host(x, fixed)[1].item(),
+    "tolist": lambda x, fixed: x + sum(to_host(x, fixed).tolist()),
+    "numpy": lambda x, fixed: x + float(to_host(x, fixed).numpy().sum()),
+    "to": lambda x, fixed: x + x.to("cpu", non_blocking=not fixed).sum().item(),
+    "side stream": on_side,
+}
+
+
+@pytest.fixture(scope="module")
+def library():
+    library = torch.library.Library("sanitized", "DEF")
+    for key in ("PrivateUse1", "CompositeExplicitAutograd", "CompositeImplicitAutograd"):
+        library.define(f"{key}(Tensor x, str body, bool fixed) -> Tensor")
+        library.impl(key, lambda x, body, fixed: BODIES[body](x, fixed), key)
+    library.define("backward(Tensor x) -> Tensor")
+
+    @torch.library.custom_op("sanitized::plain", mutates_args=())
+    def plain(x: torch.Tensor, body: str, fixed: bool) -> torch.Tensor:
+        return BODIES[body](x, fixed)
+
+    @plain.register_fake
+    def _(x, body, fixed):
+        return torch.empty_like(x)
+
+    @torch.library.custom_op("sanitized::outer", mutates_args=())
+    def outer(x: torch.Tensor, body: str, fixed: bool) -> torch.Tensor:
+        return plain(x, body, fixed) + 1
+
+    @torch.library.custom_op("sanitized::number", mutates_args=())
+    def number(x: torch.Tensor, body: str, fixed: bool) -> float:
+        return BODIES[body](x, fixed)[0].item()
+
+    @torch.library.custom_op("sanitized::made", mutates_args=())
+    def made(body: str, fixed: bool, device: torch.device) -> torch.Tensor:
+        return BODIES[body](torch.ones(4, device=device), fixed)
+
+    @torch.library.custom_op("sanitized::differentiable", mutates_args=())
+    def differentiable(x: torch.Tensor, body: str, fixed: bool) -> torch.Tensor:
+        return x * 2
+
+    def setup(ctx, inputs, output):
+        ctx.body = inputs[1:]
+
+    differentiable.register_autograd(
+        lambda ctx, grad: (BODIES[ctx.body[0]](grad, ctx.body[1]), None, None), setup_context=setup
+    )
+    yield torch.ops.sanitized
+    library._destroy()
+
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, body, fixed):
+        return BODIES[body](x, fixed)
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+
+def in_backward(operators, x, *body):
+    operators.differentiable(x.requires_grad_(), *body).sum().backward()
+
+
+def replaced(_operators, x, *body):
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("erfinv", lambda x: BODIES[body[0]](x, body[1]), "PrivateUse1")
+        x.erfinv()
+
+
+CALLS = {
+    "custom_op": lambda operators, *args: operators.plain(*args),
+    "in another": lambda operators, *args: operators.outer(*args),
+    "returns a number": lambda operators, *args: operators.number(*args),
+    "takes no tensor": lambda operators, _x, *body: operators.made(*body, torch.device(DEVICE)),
+    "device": lambda operators, *args: operators.PrivateUse1(*args),
+    "all devices": lambda operators, *args: operators.CompositeExplicitAutograd(*args),
+    "composite": lambda operators, *args: operators.CompositeImplicitAutograd(*args),
+    "backward": in_backward,
+    "replaces a kernel": replaced,
+    "autograd.Function": lambda _operators, *args: Function.apply(*args),
+    "compiled": lambda operators, *args: compiled(operators.plain)(*args),
+    "inference": torch.inference_mode()(lambda _operators, x, body, fixed: BODIES[body](x, fixed)),
+}
+
+
+# Reads without an operator are not seen in what a function of torch calls itself: see docs/streams.md.
+UNSEEN = {(call, body) for call in ("composite", "backward") for body in ("tolist", "numpy")}
+UNSEEN |= {("compiled", body) for body in ("item", "tolist", "to")}  # which take as long as the others
+IN_KERNELS = [(call, body) for call in CALLS for body in BODIES if (call, body) not in UNSEEN]
+
+
+@pytest.mark.parametrize(("call", "body"), IN_KERNELS)
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")
+def test_in_the_kernel_of_an_operator(library, call, body):
+    x = torch.ones(4, device=DEVICE)
+    CALLS[call](library, x, body, True)
+    current().synchronize()
+    with caught():
+        CALLS[call](library, torch.ones(4, device=DEVICE), body, False)
+
+
+def test_an_operator_that_calls_none_uses_its_arguments():
+    """A kernel that gets addresses, for example, shows no operator."""
+    with torch.library._scoped_library("sanitized_too", "FRAGMENT") as library:
+        library.define("f(Tensor x) -> Tensor")
+        library.impl("f", lambda x: x.view(-1), "PrivateUse1")
+        x = torch.ones(4, device=DEVICE)
+        with torch.openreg.Stream(), caught() as error:
+            torch.ops.sanitized_too.f(x)
+        assert "sanitized_too::f(Tensor x) -> Tensor reading from argument(s) x" in message(error)
+
+
+def test_waits_between_an_operator_and_its_caller(library):
+    """The caller may wait for what the kernel launched, and the kernel for what the caller launched."""
+    side = torch.openreg.Stream()
+
+    @torch.library.custom_op("sanitized::starts", mutates_args=())
+    def starts(x: torch.Tensor) -> torch.Tensor:
+        side.wait_stream(current())
+        with side:
+            return x * 2
+
+    @torch.library.custom_op("sanitized::waits", mutates_args=("host",))
+    def waits(x: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+        current().wait_stream(side)
+        side.synchronize()
+        host.add_(1)
+        return x + 1
+
+    x, host = torch.ones(4, device=DEVICE), torch.zeros(4, pin_memory=True)
+    y = starts(x)
+    with side:
+        host.copy_(y, non_blocking=True)
+    assert waits(y, host).sum().item() == 12 and host.sum().item() == 12
+    y = starts(x)
+    with caught():
+        y + 1
 
 
 # ---- turning it on ----
