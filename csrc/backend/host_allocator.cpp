@@ -183,6 +183,7 @@ std::shared_ptr<void> keep_pinned(const void* pointer) {
             if (forked()) return; // another thread of the parent may have held the lock
             std::lock_guard unkeep(pool().mutex);
             --static_cast<Block*>(kept)->kept;
+            pool().collect();
           }};
 }
 
