@@ -462,7 +462,7 @@ def undeclared(x: torch.Tensor, hidden: int) -> torch.Tensor:
 _hidden = {}
 
 
-@unseen
+@program
 def an_operator_writes_what_its_schema_does_not_say(fixed):
     _hidden[0] = total = torch.zeros(N, device=DEVICE)
     x = torch.ones(N, device=DEVICE)
