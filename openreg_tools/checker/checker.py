@@ -6,10 +6,13 @@ This file resolves the operator, collects samples, and runs the checks in `check
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import dis
 import functools
 import itertools
 import logging
+import signal
+import threading
 import time
 import traceback
 import warnings
@@ -151,7 +154,8 @@ def derived(op: Operator, device: str, dtype: torch.dtype, most: int = 3) -> lis
                 continue
             seen.add(repr(sample))
             copy = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
-            with warnings.catch_warnings(), torch.no_grad():
+            # The check `runs` reports an operator that raises SystemExit.
+            with warnings.catch_warnings(), torch.no_grad(), contextlib.suppress(SystemExit, GeneratorExit):
                 warnings.simplefilter("ignore")
                 op(*copy[0], **copy[1])
             found.append(sample)
@@ -229,23 +233,60 @@ def check(
     Derivatives are checked for a sample's tensors that require a gradient, or for every floating-point tensor if none
     does. Global state that a check changes is restored.
     """
+    checks = prepare(op, sample_inputs, device, dtype=dtype, reference=reference, only=only, skip=skip, known=known)
+    report, began = checks.report, time.perf_counter()
+    with preserved(report.device):
+        for i, name in report.planned():
+            progress(f"checking sample {i}: {name}")
+            report.results.append(checks.result(i, name))
+    report.finish(checks.known, checks.may_pass)
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def prepare(
+    op: Any,
+    sample_inputs: Any,
+    device: str | torch.device | None,
+    *,
+    dtype: torch.dtype,
+    reference: Callable[..., Any] | None,
+    only: str | Collection[str],
+    skip: str | Collection[str],
+    known: Mapping[str, str] | None = None,
+    started: Callable[[Report], None] = lambda report: None,
+) -> Checks:
+    """Resolve the operator and make its samples. The arguments are those of `check`.
+
+    Args:
+        started: called with the report before the samples are made, which may run the operator.
+    """
     op = operator(op)
     only, skip = ([names] if isinstance(names, str) else names for names in (only, skip))
     only, skip = ([name.replace("-", "_") for name in names] for names in (only, skip))
-    known = backends.of_operator(name_of(op)).known(name_of(op)) if known is None else known
+    backend = backends.of_operator(name_of(op))
+    known = backend.known(name_of(op)) if known is None else known
     for name in (*only, *skip, *known):
         if name not in CHECKS:
             raise ValueError(f"there is no check {name}; there are {', '.join(CHECKS)}")
     chosen = [name for name in CHECKS if (not only or name in only) and name not in skip]
     if reference is not None and not callable(reference):
         raise ValueError(f"expected reference to be a function, but got {type(reference).__name__} {reference!r}")
-    notes = []
     target = str(device) if device is not None else None
     if target:
         try:
             dispatch.usable(target)
         except Wrong as error:
             raise ValueError(str(error)) from None
+    report = Report(
+        operator=name_of(op),
+        schema=str(op._schema),
+        device=target or "",
+        torch=torch.__version__,
+        samples=[],
+        about={name: CHECKS[name].__doc__.strip().splitlines()[0] for name in chosen},
+    )
+    started(report)
     if sample_inputs is None:
         registered = _registered(op)
         target = target or _home(op)
@@ -253,7 +294,7 @@ def check(
             sample_inputs = list(registered(target, dtype))
         else:
             sample_inputs = derived(op, target, dtype)
-            notes.append("These inputs were generated from the schema; your own sample inputs would test more.")
+            report.notes.append("These inputs were generated from the schema; your own sample inputs would test more.")
     elif callable(sample_inputs):
         target = target or "cpu"
         sample_inputs = sample_inputs(target, dtype)
@@ -268,42 +309,64 @@ def check(
     if target is None:
         tensors = (x for s in samples for x in tree_leaves((s.args, s.kwargs)) if isinstance(x, Tensor))
         target = next((str(x.device) for x in tensors), "cpu")
-    report = Report(
-        operator=name_of(op),
-        schema=str(op._schema),
-        device=target,
-        torch=torch.__version__,
-        samples=[repr(sample) for sample in samples],
-        about={name: CHECKS[name].__doc__.strip().splitlines()[0] for name in chosen},
-        notes=notes,
-    )
-    began = time.perf_counter()
-    with preserved(target):
-        for i, sample in enumerate(samples):
-            case = Case(op, sample, target, reference, derivative)
-            refusal = _refusal(case)
-            for name in chosen:
-                progress(f"checking sample {i}: {name}")
-                start = time.perf_counter()
-                if refusal and name != "runs":
-                    outcome = Outcome("skip", f"{case.name} refuses this sample")
-                elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
-                    outcome = Outcome("skip", "it applies to strided tensors only")
-                else:
-                    with preserved(target):
-                        outcome = _run_check(CHECKS[name], case)
-                result = Result(name, i, outcome.status, outcome.sentence, outcome.remedy)
-                result.seconds = round(time.perf_counter() - start, 4)
-                if name in known and result.status == "fail":
-                    result.status, result.remedy = "known", known[name]
-                report.results.append(result)
-    for name in known.keys() - set(backends.of_operator(report.operator).may_pass(report.operator)):
-        if (row := report.row(name)) and not any(result.status == "known" for result in row):
-            for result in row:
-                result.status, result.remedy = "fail", "take it off the list of known failures"
-                result.sentence = f"{report.operator} was known to fail this check, but no longer does: {known[name]}"
-    report.seconds = time.perf_counter() - began
-    return report
+    report.device, report.samples = target, [repr(sample) for sample in samples]
+    return Checks(report, op, samples, reference, dict(known), list(backend.may_pass(name_of(op))))
+
+
+@dataclasses.dataclass
+class Checks:
+    """The checks of one operator, to run one by one."""
+
+    report: Report  # without results
+    op: Operator
+    samples: list[Sample]
+    reference: Callable[..., Any] | None
+    known: dict[str, str]
+    may_pass: list[str]  # of `known`
+    _case: tuple[int, Case, str] | None = None  # the sample's number, and why the operator refuses it
+
+    def result(self, i: int, name: str) -> Result:
+        """Run one check on one sample."""
+        start = time.perf_counter()
+        with _interrupts() as interrupts:
+            case, refusal = self._of_sample(i)
+            if refusal and name != "runs":
+                outcome = Outcome("skip", f"{case.name} refuses this sample")
+            elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
+                outcome = Outcome("skip", "it applies to strided tensors only")
+            else:
+                with preserved(self.report.device):
+                    outcome = _run_check(CHECKS[name], case)
+            if interrupts:
+                raise KeyboardInterrupt
+        seconds = round(time.perf_counter() - start, 4)
+        return Result(name, i, outcome.status, outcome.sentence, outcome.remedy, seconds)
+
+    def _of_sample(self, i: int) -> tuple[Case, str]:
+        if self._case is None or self._case[0] != i:
+            case = Case(self.op, self.samples[i], self.report.device, self.reference, derivative)
+            self._case = i, case, _refusal(case)
+        return self._case[1:]
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """The SIGINTs that arrive: an operator may raise KeyboardInterrupt itself, or swallow that of the user's Ctrl-C."""
+    arrived: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield arrived
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        arrived.append(number)
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield arrived
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _home(op: Operator) -> str:
@@ -315,10 +378,14 @@ def _home(op: Operator) -> str:
     return torch._C._get_privateuse1_backend_name() if elsewhere else "cpu"
 
 
+# What an operator may raise. SystemExit and KeyboardInterrupt would otherwise end the tool, which then reports nothing.
+_RAISED = (Exception, SystemExit, KeyboardInterrupt, GeneratorExit)
+
+
 def _refusal(case: Case) -> str:
     try:
         case.expected  # noqa: B018 -- it runs the operator
-    except Exception as error:
+    except _RAISED as error:
         return last_line(error)
     return ""
 
@@ -328,7 +395,7 @@ def _run_check(function: Callable[[Case], str | None], case: Case) -> Outcome:
         return Outcome("pass", function(case) or "")
     except Outcome as outcome:
         return outcome
-    except Exception as error:
+    except _RAISED as error:
         frames = traceback.extract_tb(error.__traceback__)
         where = next((f"{f.filename}:{f.lineno}" for f in reversed(frames) if "/torch/" not in f.filename), "")
         return Outcome(

@@ -1,20 +1,31 @@
 """``openreg-tools check MODULE:OP``: the checker on the command line; ``check --abi LIBRARY``: the unstable symbols of
-a binary."""
+a binary.
+
+The checks run in a worker process, so an operator that ends or hangs its process fails one check, and does not end the
+report.
+"""
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
+import dataclasses
 import importlib
+import os
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 from openreg_tools import dispatch, forms
-from openreg_tools.checker.checker import check
+from openreg_tools.checker.checker import Checks, prepare, preserved
 from openreg_tools.checker.checks import CHECKS
 from openreg_tools.checker.report import Report, Result
+from openreg_tools.conformance.worker import Worker, serving
 from openreg_tools.forms import Wrong
 from openreg_tools.samples import dtype_of, parse
+
+ENDS = 5  # how often the operator may end its process before the remaining checks are skipped
+WAITS = 2  # how often it may hang
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,13 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, help="seed of the generated calls: equal seeds give equal calls (default 0)"
     )
+    parser.add_argument(
+        "--timeout", type=forms.duration, default=180, help="seconds allowed for one check of one sample (default 180)"
+    )
     forms.add_arguments(parser)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--verbose", action="store_true", help="also show why checks were skipped, and what passed")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0 if nothing failed, 1 if something did, 2 if the request is wrong."""
+    """0 if nothing failed, 1 if something did, 2 if the request is wrong, 130 if interrupted."""
     try:
         if arguments.abi:
             return _abi(arguments)
@@ -60,8 +75,8 @@ def main(arguments: argparse.Namespace) -> int:
         return 2
     if "" not in sys.path and "." not in sys.path:
         sys.path.append("")  # python -P omits it, and my_module is most likely here
-    if not faulthandler.is_enabled():
-        faulthandler.enable()  # if an operator crashes the process, this shows in which check
+    if arguments.worker:
+        return _serve(arguments)
     live = sys.stderr.isatty()
 
     def progress(where: str) -> None:
@@ -73,21 +88,156 @@ def main(arguments: argparse.Namespace) -> int:
             raise Wrong("--seed is the seed of generated calls: add --generate N")
         if "generated" in _names([*arguments.only, *arguments.skip]):
             raise Wrong("--only and --skip take checks; generated calls are made with --generate N alone")
-        report = check(
-            *_asked(arguments), arguments.device, dtype=dtype_of(arguments.dtype), only=_names(arguments.only),
-            skip=_names(arguments.skip), reference=_named(arguments.reference) if arguments.reference else None,
-            progress=progress,
-        )  # fmt: skip
+        report = _checked(arguments, progress)
         if arguments.generate is not None:
             _generated(report, arguments)
     except (Wrong, ValueError) as error:
         print(f"check: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ncheck: interrupted", file=sys.stderr)
+        return 130
     finally:
         if live and not arguments.quiet:
             print(f"\r{'':60}\r", end="", file=sys.stderr)
     forms.write(report, arguments, verbose=arguments.verbose)
     return 0 if report.passed else 1
+
+
+# ---- the worker: reads "sample check" lines, answers with JSON lines ----
+
+
+def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = lambda report: None) -> Checks:
+    """The checks that the options ask for.
+
+    Raises:
+        Wrong, ValueError: the request is wrong.
+    """
+    return prepare(
+        *_asked(arguments), arguments.device, dtype=dtype_of(arguments.dtype), only=_names(arguments.only),
+        skip=_names(arguments.skip), reference=_named(arguments.reference) if arguments.reference else None,
+        started=started,
+    )  # fmt: skip
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    answer = serving()
+    try:
+        checks = prepared(arguments, lambda report: answer(at="inputs", report=dataclasses.asdict(report)))
+    except (Wrong, ValueError) as error:
+        answer(wrong=str(error))
+        return 2
+    with preserved(checks.report.device):
+        answer(ready=True, report=dataclasses.asdict(checks.report), known=checks.known, may_pass=checks.may_pass)
+        for line in sys.stdin:
+            i, name = line.split()
+            answer(**dataclasses.asdict(checks.result(int(i), name)))
+    return 0
+
+
+class Checking(Worker):
+    """The process that runs the checks of an operator."""
+
+    report: Report | None = None  # as far as the process has prepared it
+    known: dict[str, str] = {}
+    may_pass: list[str] = []
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return () if sys.path[:1] == [os.getcwd()] else ("-P",)
+
+    def words(self) -> list[str]:
+        a = self.arguments
+        words = ["check", a.op, "--worker", f"--dtype={a.dtype}"]
+        for option in ("device", "samples", "reference"):
+            if value := getattr(a, option):
+                words.append(f"--{option}={value}")
+        words += [f"--input={text}" for text in a.input]
+        for option in ("only", "skip"):
+            if names := getattr(a, option):
+                words += [f"--{option}", *names]
+        return words
+
+    def start(self) -> None:
+        self.shown = 0  # bytes of its stderr
+        super().start()
+
+    def read(self, deadline: float) -> dict[str, Any] | None:
+        answer = super().read(deadline)
+        if answer and "wrong" in answer:
+            raise Wrong(answer["wrong"])
+        if answer and "report" in answer and self.report is None or answer and "ready" in answer:
+            self.report = Report(**answer["report"])
+            self.known, self.may_pass = answer.get("known", {}), answer.get("may_pass", [])
+        return answer
+
+    def last_words(self) -> str:
+        self.show()
+        return super().last_words()
+
+    def show(self) -> None:
+        """Print what the process has printed. Reading must not move the offset, which the process shares."""
+        while text := os.pread(self.stderr.fileno(), 1 << 16, self.shown):
+            self.shown += len(text)
+            sys.stderr.write(text.decode(errors="replace"))
+
+
+def _checked(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    """The report of the checks, which run in a worker process."""
+    worker = Checking(arguments)
+    began = time.perf_counter()
+    try:
+        try:
+            worker.start()
+        except (RuntimeError, TimeoutError) as error:
+            if worker.report is None:  # the operator has no part in this
+                raise Wrong(f"the process that imports the operator ended: {error}") from None
+            return _ended_early(worker.report, error)
+        report, worker.report = worker.report, None
+        _run(worker, report, progress)
+        report.finish(worker.known, worker.may_pass)
+    finally:
+        worker.stop()
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _ended_early(report: Report, error: Exception) -> Report:
+    report.samples = ["the inputs that were being made"]
+    why = f"{report.operator}: the process ended while it made the inputs: {error or 'it did not answer'}"
+    report.results.append(Result("runs", 0, "fail", why, "give sample inputs, and find out what ends the process"))
+    report.about.setdefault("runs", "The operator accepts the sample.")
+    return report
+
+
+def _run(worker: Checking, report: Report, progress: Callable[[str], None]) -> None:
+    ended = hung = 0
+    stopped: dict[int, str] = {}  # by sample: why its remaining checks are skipped
+    for i, name in report.planned():
+        progress(f"checking sample {i}: {name}")
+        if i in stopped:
+            report.results.append(Result(name, i, "skip", stopped[i]))
+            continue
+        start = time.perf_counter()
+        try:
+            answer, kind, message, _ = worker.exchange(f"{i} {name}", "status")
+        except RuntimeError as error:  # a new process did not start
+            answer, kind, message = None, "crash", str(error)
+        if answer is not None:
+            worker.show()
+            report.results.append(Result(**answer))
+            continue
+        hung, ended = hung + (kind == "timeout"), ended + (kind != "timeout")
+        what = "the check does not end" if kind == "timeout" else "the process ends in this check"
+        remedy = "the operator must return or raise an exception; run its calls in a debugger to see where it stops"
+        result = Result(name, i, "fail", f"{report.operator}: {what}: {message}", remedy)
+        result.seconds = round(time.perf_counter() - start, 4)
+        report.results.append(result)
+        if name == "runs":
+            stopped[i] = f"{report.operator} does not return for this sample"
+        if ended == ENDS or hung == WAITS:
+            why = f"earlier checks {'did not end' if hung == WAITS else 'ended the process'}, so this one was not run"
+            stopped = dict.fromkeys(range(len(report.samples)), why)
 
 
 def _generated(report: Report, arguments: argparse.Namespace) -> None:
@@ -98,11 +248,13 @@ def _generated(report: Report, arguments: argparse.Namespace) -> None:
     """
     from openreg_tools.generate import search
 
+    _asked(arguments)  # which imports the operator here, too
     named = [
         text.partition(":")[0] for text in (arguments.op, arguments.samples or "") if ":" in text and "::" not in text
     ]
     asked = argparse.Namespace(
-        device=report.device, generate=arguments.generate, seed=arguments.seed or 0, jobs=1, threads=1, timeout=60,
+        device=report.device, generate=arguments.generate, seed=arguments.seed or 0, jobs=1, threads=1,
+        timeout=min(60, arguments.timeout),
         modules=[*arguments.modules, *named], given={"samples": arguments.samples, "inputs": arguments.input},
         quiet=arguments.quiet,
     )  # fmt: skip

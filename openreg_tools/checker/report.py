@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import itertools
 import json
 from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,21 @@ class Report:
     def row(self, check: str) -> list[Result]:
         """The results of a check, by sample."""
         return sorted((r for r in self.results if r.check == check), key=lambda r: r.sample)
+
+    def planned(self) -> Iterator[tuple[int, str]]:
+        """Each sample's number with each check."""
+        return itertools.product(range(len(self.samples)), self.about)
+
+    def finish(self, known: Mapping[str, str], may_pass: Collection[str]) -> None:
+        """Mark what is known to fail, and what no longer fails; `may_pass` may do either."""
+        for result in self.results:
+            if result.check in known and result.status == "fail":
+                result.status, result.remedy = "known", known[result.check]
+        for name in known.keys() - set(may_pass):
+            if (row := self.row(name)) and not any(result.status == "known" for result in row):
+                for result in row:
+                    result.status, result.remedy = "fail", "take it off the list of known failures"
+                    result.sentence = f"{self.operator} was known to fail this check, but no longer does: {known[name]}"
 
     def raise_if_failed(self) -> None:
         """Raises:

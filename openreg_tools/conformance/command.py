@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import hashlib
 import json
 import os
@@ -20,14 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
 from openreg_tools import backends, dispatch, forms
 from openreg_tools.conformance import cuda_dtypes, opinfo, schemas, sweep, training
 from openreg_tools.conformance.report import Case, Record, Results
-from openreg_tools.conformance.worker import Progress, Worker, on_workers
+from openreg_tools.conformance.worker import Progress, Worker, on_workers, serving
 from openreg_tools.forms import Wrong
 
 SUITES = ("operators", "modules", "optimizers", "schemas")
@@ -71,16 +70,10 @@ def check(
 
 
 def work(device: str, suites: tuple[str, ...], samples: int, checks: tuple[str, ...], threads: int) -> None:
-    """Serve cases from stdin until it closes. What operators print goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    faulthandler.enable()
+    """Serve cases from stdin until it closes."""
+    answer = serving()
     torch.set_num_threads(threads)
     dtypes_of([suite for suite in suites if suite != "schemas"])  # which takes seconds
-
-    def answer(**fields: Any) -> None:
-        answers.write(json.dumps(fields) + "\n")
-
     answer(ready=True)
     for line in sys.stdin:
         name, dtype = line.split()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import queue
@@ -28,9 +29,22 @@ def shown_code(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit {code}"
 
 
+def serving() -> Callable[..., None]:
+    """Prepares a worker process; returns the function that sends an answer. What operators print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    faulthandler.enable()
+
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+
+    return answer
+
+
 class Worker:
     """A worker process, restarted after it dies."""
 
+    flags: tuple[str, ...] = ("-P",)  # of Python
     late = ""  # how a process ended after it had answered
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -38,14 +52,23 @@ class Worker:
         self.process: subprocess.Popen | None = None
 
     def words(self) -> list[str]:
-        """The options that the process is started with."""
+        """The command that the process runs, without the modules that it imports."""
         a = self.arguments
-        return ["--suites", *a.suites, "--samples", str(a.samples), "--checks", *a.checks, "--threads", str(a.threads)]
+        options = [
+            "--suites",
+            *a.suites,
+            "--samples",
+            str(a.samples),
+            "--checks",
+            *a.checks,
+            "--threads",
+            str(a.threads),
+        ]
+        return ["conformance", "--worker", "--device", a.device, *options]
 
     def start(self) -> None:
         self.stderr = tempfile.TemporaryFile()
-        command = [sys.executable, "-P", "-m", "openreg_tools", "conformance", "--worker"]
-        command += ["--device", self.arguments.device, *self.words()]
+        command = [sys.executable, *self.flags, "-m", "openreg_tools", *self.words()]
         packages = [backend.package for backend in backends.registered()]
         command += [
             word for module in dict.fromkeys([*packages, *self.arguments.modules]) for word in ("--import", module)
@@ -54,9 +77,13 @@ class Worker:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.process.stdout, selectors.EVENT_READ)
         self.buffer = b""
-        if not (self.read(time.monotonic() + START) or {}).get("ready"):
+        until = time.monotonic() + START
+        while (answer := self.read(until)) and "ready" not in answer:
+            pass
+        if answer is None:
+            code = self.process.wait()
             self.stop()
-            raise RuntimeError(f"the worker did not start: {self.last_words()}")
+            raise RuntimeError(f"the worker did not start: {shown_code(code)}: {self.last_words()}")
 
     def stop(self) -> None:
         if self.process:

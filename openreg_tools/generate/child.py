@@ -8,7 +8,6 @@ process that the parent starts imports everything once and forks a worker. When 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import importlib
 import itertools
@@ -27,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from openreg_tools import backends, dispatch, operators
 from openreg_tools.conformance import generated, layouts, opinfo, schemas
 from openreg_tools.conformance.calls import Call, Move
+from openreg_tools.conformance.worker import serving
 from openreg_tools.forms import Wrong
 from openreg_tools.generate import aliasing, allowed, changes, contiguous, numerics, snippet, tables
 
@@ -370,17 +370,11 @@ def _memory(comparison: opinfo.Comparison, call: Call, cpu: opinfo.Outcome, ther
 
 
 def serve(device: str, threads: int, given: Record) -> None:
-    """Serve requests from stdin until it closes, in forked processes. Output of operators goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    faulthandler.enable()
+    """Serve requests from stdin until it closes, in forked processes."""
+    answer = serving()
     torch.set_num_threads(1)  # a pool of threads does not survive the fork
     _Given.samples = _given(given)
     has_infos = mmap.mmap(-1, 1)  # shared with the forked processes
-
-    def answer(**fields: Any) -> None:
-        answers.write(json.dumps(fields) + "\n")
-
     code = -1
     while code:
         pid = os.fork()

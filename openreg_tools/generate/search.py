@@ -71,8 +71,9 @@ class Child(Worker):
         return case | ({"given": given} if given else {})
 
     def words(self) -> list[str]:
-        given = json.dumps(self.given())
-        return ["--generate", "1", "--given", given, "--threads", str(self.arguments.threads)]
+        a, given = self.arguments, json.dumps(self.given())
+        command = ["conformance", "--worker", "--device", a.device]
+        return [*command, "--generate", "1", "--given", given, "--threads", str(a.threads)]
 
     def case(self, case: dict[str, Any]) -> dict[str, Any]:
         """How a case ends. A crash on the device's side is a failure; a crash on the CPU's side is not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import functools
@@ -9,6 +10,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -25,6 +27,7 @@ from torch.library import opcheck
 import openreg_ops
 from openreg_ops import _C
 from openreg_ops.testing import Sample, check
+from openreg_tools.checker import command as checker_command
 from openreg_tools.checker.case import Case
 from openreg_tools.checker.checker import derived, operator, preserved
 from openreg_tools.checker.checks import CHECKS, unbacked
@@ -1463,6 +1466,9 @@ def module(tmp_path_factory):
 
             def reference(x):
                 return x + x
+
+            def wrong(x):
+                return x + 1
             """
         )
     )
@@ -1500,52 +1506,240 @@ def test_command_by_name(module):
     assert result.returncode == 0 and "openreg::rms_norm passes" in result.stdout, result.stderr
 
 
-def test_progress_names_the_check_that_crashes(module):
-    (module / "crashes.py").write_text(
-        textwrap.dedent(
-            """
-            import os
-            import torch
+ENDS = """
+import ctypes, os, signal, sys, time
+import torch
+from torch.library import Library
 
-            @torch.library.custom_op("mine::crashes", mutates_args=())
-            def crashes(x: torch.Tensor) -> torch.Tensor:
-                return x.clone()
+library, calls = Library("ends", "FRAGMENT"), 0
 
-            @crashes.register_fake
-            def fake(x):
-                os.abort()
-            """
-        )
-    )
-    result = command("crashes:crashes", "--input", "f32[3]", "--only", "runs", "fake_layouts", cwd=module)
-    progress = [line for line in result.stderr.splitlines() if line.startswith("checking")]
-    assert result.returncode < 0 and progress == ["checking sample 0: runs", "checking sample 0: fake_layouts"]
+
+def operator(name, end, after=3):
+    def kernel(x):
+        global calls
+        calls += 1
+        if calls >= after:
+            end()
+        return x.clone()
+
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+
+
+def raises(error):
+    raise error
+
+
+operator("leaves", lambda: os._exit(0))
+operator("leaves_first", lambda: os._exit(0), after=1)
+operator("exits_first", lambda: sys.exit(0), after=1)
+operator("segfaults", lambda: ctypes.string_at(1))
+operator("signals", lambda: os.kill(os.getpid(), signal.SIGINT))
+operator("hangs", lambda: time.sleep(1000))
+operator("hangs_first", lambda: time.sleep(1000), after=1)
+
+
+def samples(device, dtype):
+    print("said by samples")
+    yield (torch.ones(3),)
+    yield (torch.ones(4),)
+"""
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ends")
+    (folder / "ends.py").write_text(ENDS)
+    return folder
+
+
+@pytest.fixture
+def checked(ends, monkeypatch, capfd):
+    """The command `check` of an operator of the module `ends`: its status, its report, and what it prints to stderr."""
+    monkeypatch.setenv("PYTHONPATH", f"{Path(openreg_ops.__file__).parents[1]}{os.pathsep}{ends}")
+    parser = argparse.ArgumentParser()
+    checker_command.add_arguments(parser)
+
+    def run(name, *words):
+        status = checker_command.main(parser.parse_args([f"ends::{name}", "--import=ends", *words, "--json=-"]))
+        said = capfd.readouterr()
+        return status, json.loads(said.out), said.err
+
+    return run
+
+
+def test_an_operator_that_exits_fails(ends):
+    """The report is written in every form, what the program prints is shown on stderr, and other checks run."""
+    only = ["--only", "runs,determinism,opcheck_schema"]
+    forms = ["--html", "page.html", "--json", "data.json"]
+    result = command("ends::leaves", "--import", "ends", "--samples", "ends:samples", *only, *forms, cwd=ends)
+    assert result.returncode == 1, result.stderr
+    report = json.loads((ends / "data.json").read_text())
+    assert len(report["results"]) == 6 and not report["passed"]
+    (failure,) = [each for each in report["results"] if each["check"] == "determinism" and not each["sample"]]
+    assert failure["sentence"].startswith("ends::leaves: the process ends in this check: exit 0: ")
+    assert "ends::leaves FAILS: " in result.stdout and "FAIL" in (ends / "page.html").read_text()
+    assert "said by samples" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("segfaults", "the process ends in this check: signal 11: Fatal Python error: Segmentation fault"),
+        ("signals", "the process ends in this check: "),
+        ("hangs", "the check does not end: no result after 3.0 s"),
+    ],
+)
+def test_an_operator_that_ends_the_process_fails(checked, name, sentence):
+    status, report, _ = checked(name, "--input=f32[3]", "--only=runs,determinism", "--timeout=3")
+    assert status == 1 and [each["status"] for each in report["results"]] == ["pass", "fail"]
+    assert report["results"][1]["sentence"].startswith(f"ends::{name}: {sentence}")
+
+
+def test_an_operator_that_never_returns_skips_the_sample(checked):
+    status, report, _ = checked("leaves_first", "--input=f32[3]", "--input=f32[4]", "--only=runs,determinism,copies")
+    assert status == 1 and [each["status"] for each in report["results"]] == ["fail", "skip", "skip"] * 2
+    assert report["results"][4]["sentence"] == "ends::leaves_first does not return for this sample"
+
+
+@pytest.mark.parametrize("name, outcome", [("exits_first", "SystemExit: 0"), ("leaves_first", "ended while it made")])
+def test_an_operator_that_ends_the_process_with_generated_inputs(checked, name, outcome):
+    status, report, _ = checked(name, "--only=schema,runs")
+    assert status == 1 and report["results"][0]["status"] == "fail"
+    assert outcome in report["results"][0]["sentence"]
+
+
+def test_too_many_ends_of_the_process(checked, monkeypatch):
+    """The remaining checks are skipped, and say why."""
+    monkeypatch.setattr(checker_command, "ENDS", 1)
+    status, report, _ = checked("leaves", "--input=f32[3]", "--input=f32[4]", "--only=determinism,copies")
+    assert status == 1 and [each["status"] for each in report["results"]] == ["fail", "skip", "skip", "skip"]
+    assert {each["sentence"] for each in report["results"][1:]} == {
+        "earlier checks ended the process, so this one was not run"
+    }
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()], ids=lambda e: type(e).__name__)
+def test_exceptions_that_are_not_errors_fail_a_check(error):
+    """In this process: the report is complete, and other checks run."""
+    calls = 0
+
+    def kernel(x):
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise error
+        return x.clone()
+
+    name = type(error).__name__
+    op = define(f"raises_{name}(Tensor x) -> Tensor", kernel, torch.empty_like)
+    report = check(op, [(torch.ones(3),)], only=["runs", "determinism", "threads", "fake_layouts"])
+    sentences = {each.check: each.sentence for each in report.of("fail")}
+    assert report.of("pass", "runs") and name in sentences["determinism"], str(report)
+    assert name in sentences["threads"], str(report)
+    calls = 2
+    report = check(op, [(torch.ones(3),)], only=["runs", "determinism"])
+    assert [each.status for each in report.results] == ["fail", "skip"] and name in report.results[0].sentence
+
+
+@pytest.mark.parametrize("swallow", [False, True], ids=["passes on", "swallows"])
+def test_a_real_interrupt_ends_check(swallow):
+    """Also if the operator catches KeyboardInterrupt. The handler is restored."""
+    handler = signal.getsignal(signal.SIGINT)
+
+    def kernel(x):
+        with contextlib.suppress(KeyboardInterrupt if swallow else ()):
+            signal.raise_signal(signal.SIGINT)
+        return x.clone()
+
+    op = define(f"pressed_{swallow}(Tensor x) -> Tensor", kernel, torch.empty_like)
+    with pytest.raises(KeyboardInterrupt):
+        check(op, [(torch.ones(3),)], only="runs")
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_ends_the_command(ends):
+    """The terminal interrupts both processes; here, only the one that the user started."""
+    words = ["ends::hangs_first", "--import", "ends", "--input", "f32[3]", "--only", "runs"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "openreg_ops", "check", *words], cwd=ends, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": f"{Path(openreg_ops.__file__).parents[1]}"}, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    while "checking sample 0: runs" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "check: interrupted" in said, said
 
 
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
         (["no_module:op"], "there is no module no_module in the current folder or on the path"),
-        (["my_module:op"], "my_module has no op; it has torch, my_op, samples, reference"),
+        (["my_module:op"], "my_module has no op; it has torch, my_op, samples, reference, wrong"),
         (["mine::thrice"], "there is no operator mine::thrice"),
         (["my_module:my_op", "--only", "all"], "there is no check all; there are runs"),
         (["my_module:my_op", "--input", "q[3]"], "'q[3]' is neither a tensor such as f32[3,4] nor a Python literal"),
         (["my_module:my_op", "--samples", "my_module"], "expected MODULE:NAME, but got 'my_module'"),
         (["my_module:my_op", "--samples", "sys:maxsize"], "function of (device, dtype) that returns them, but got int"),
         (["my_module:my_op", "--reference", "sys:maxsize"], "expected reference to be a function, but got int"),
-        (["my_module:my_op", "--input", "f32[3]", "--device", "banana"], "check: banana cannot be used here: "),
-        (["my_module:my_op", "--input", "f32[3]", "--device", "openreg:9"], "check: openreg:9 cannot be used here: "),
-        (["my_module:my_op", "--input", "f32[3]@openreg:9"], "; name one that is here\n"),
+        (["my_module:my_op", "--input", "f32[3]", "--device", "banana"], "banana cannot be used here: "),
+        (["my_module:my_op", "--input", "f32[3]", "--device", "openreg:9"], "openreg:9 cannot be used here: "),
+        (["my_module:my_op", "--input", "f32[3]@openreg:9"], "; name one that is here"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_command_refuses(module, monkeypatch, capsys, arguments, sentence):
-    import openreg_ops.__main__
-
+def test_command_refuses(module, monkeypatch, arguments, sentence):
     monkeypatch.syspath_prepend(module)
-    monkeypatch.setattr(sys, "argv", ["openreg_ops", "check", *arguments])
-    assert openreg_ops.__main__.main() == 2
-    assert sentence in capsys.readouterr().err
+    parser = argparse.ArgumentParser()
+    checker_command.add_arguments(parser)
+    with pytest.raises((Wrong, ValueError), match=re.escape(sentence)):
+        checker_command.prepared(parser.parse_args(arguments))
+
+
+def test_command_refuses_what_the_worker_refuses(module):
+    result = command("my_module:op", cwd=module)
+    assert result.returncode == 2 and not result.stdout
+    assert result.stderr == "check: my_module has no op; it has torch, my_op, samples, reference, wrong\n"
+
+
+# Each option of `check`, and how it shows that it reached the worker process.
+OPTIONS = {
+    "--samples my_module:samples": lambda report: report["samples"] == ["float32[3, 5]"],
+    "--samples my_module:samples --dtype float64": lambda report: report["samples"] == ["float64[3, 5]"],
+    "--input f32[2] --input f64[3]": lambda report: report["samples"] == ["float32[2]", "float64[3]"],
+    "--input f32[2] --device openreg": lambda report: report["device"] == "openreg",
+    "--input f32[2] --only schema": lambda report: list(report["checks"]) == ["schema"],
+    "--input f32[2] --only runs schema --skip runs": lambda report: list(report["checks"]) == ["schema"],
+    "--input f32[2] --reference my_module:wrong --only reference": lambda report: not report["passed"],
+}
+
+
+@pytest.mark.parametrize("words", OPTIONS)
+def test_options_reach_the_worker(module, monkeypatch, words):
+    """The options that the process is started with are those of the command, for each of them."""
+    monkeypatch.syspath_prepend(module)
+    parser = argparse.ArgumentParser()
+    checker_command.add_arguments(parser)
+    only = [] if "--only" in words else ["--only", "runs"]
+    asked = parser.parse_args(["my_module:my_op", *words.split(), *only])
+    started = parser.parse_args(checker_command.Checking(asked).words()[1:])
+    assert started.worker
+    checks = checker_command.prepared(started)
+    report = checks.report
+    report.results = [checks.result(i, name) for i, name in report.planned()]
+    assert OPTIONS[words](report.dict()), report.dict()
+
+
+def test_every_option_of_check_reaches_the_worker():
+    """Or belongs to the process that writes the report."""
+    parser = argparse.ArgumentParser()
+    checker_command.add_arguments(parser)
+    options = {each for action in parser._actions for each in action.option_strings if each.startswith("--")}
+    of_report = {"--json", "--html", "--verbose", "--quiet", "--timeout", "--generate", "--seed"}
+    others = {"--help", "--worker", "--abi", "--require-stable", "--import"}  # --import: every worker has it
+    tried = {word for words in OPTIONS for word in words.split() if word.startswith("--")}
+    assert options == of_report | others | tried
 
 
 def test_progress_is_one_line_on_a_terminal(module, monkeypatch):

@@ -131,7 +131,7 @@ def threads(case: Case) -> str | None:
                 if wrong := differs(plain(case, tensors), expected):
                     wrongs.append(f"on {what}, {wrong}, which one thread alone gives")
                     return
-        except Exception as error:
+        except BaseException as error:  # a thread that raises SystemExit ends without a word
             wrongs.append(f"on {what}, a call raised {last_line(error)}")
 
     for what, inputs in (("separate inputs", distinct), ("shared inputs", [shared] * 4)):
@@ -142,8 +142,9 @@ def threads(case: Case) -> str | None:
         ]
         for worker in workers:
             worker.start()
+        until = time.monotonic() + PATIENCE
         for worker in workers:
-            worker.join(PATIENCE)
+            worker.join(max(0.0, until - time.monotonic()))
         if any(worker.is_alive() for worker in workers):
             fail(
                 f"{case.name}: four threads that call it on {what} do not end", "look for a lock that is acquired twice"
