@@ -379,6 +379,14 @@ void check_lstm_states(TensorList hx) {
   }
 }
 
+std::tuple<Tensor, Tensor, Tensor> lstm_by_mkldnn(const Tensor& input, TensorList hx, TensorList params,
+    bool has_biases, int64_t num_layers, double dropout, bool train, bool bidirectional, bool batch_first) {
+  Tensor output, hy, cy; // the dispatcher runs the stub's operators on the device
+  at::native::lstm_mkldnn_stub(at::kCPU, output, hy, cy, input, hx, params, has_biases, num_layers, dropout, train,
+      bidirectional, batch_first);
+  return {output, hy, cy};
+}
+
 std::tuple<Tensor, Tensor, Tensor> lstm(const Tensor& input, TensorList hx, TensorList params, bool has_biases,
     int64_t num_layers, double dropout, bool train, bool bidirectional, bool batch_first) {
   check_lstm_states(hx);
@@ -388,10 +396,7 @@ std::tuple<Tensor, Tensor, Tensor> lstm(const Tensor& input, TensorList hx, Tens
         input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first);
   if (const bool square = hx[0].size(1) == (input.dim() == 3 ? input.size(batch_first ? 0 : 1) : -1);
       square && uses_mkldnn(input, hx, params, has_biases, num_layers, bidirectional)) {
-    Tensor output, hy, cy; // the dispatcher runs its operators on the device
-    at::native::lstm_mkldnn_stub(at::kCPU, output, hy, cy, input, hx, params, has_biases, num_layers, dropout, train,
-        bidirectional, batch_first);
-    return {output, hy, cy};
+    return lstm_by_mkldnn(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first);
   }
   auto states = states_of(hx[0], hx[1]);
   const Tensor output = layers(Cell::kLstm, {batch_first ? input.transpose(0, 1) : input}, states,
@@ -407,6 +412,17 @@ std::tuple<Tensor, Tensor, Tensor> lstm_packed(const Tensor& data, const Tensor&
   if (!as_on_cpu(data, hx, params))
     return at::compositeimplicitautograd::lstm(
         data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional);
+  // PyTorch gives sequences of equal lengths to oneDNN.
+  const int64_t steps = static_cast<int64_t>(sequence.batch_sizes.size()), rows = sequence.batch_sizes[0];
+  if (data.dim() == 2 && rows == hx[0].size(1) && rows * steps == data.size(0) &&
+      std::count(sequence.batch_sizes.begin(), sequence.batch_sizes.end(), rows) == steps) {
+    const Tensor input = data.view({steps, rows, data.size(1)});
+    if (uses_mkldnn(input, hx, params, has_biases, num_layers, bidirectional)) {
+      auto [output, hy, cy] = lstm_by_mkldnn(
+          input, hx, params, has_biases, num_layers, dropout, train, bidirectional, /*batch_first=*/false);
+      return {output.view({data.size(0), output.size(2)}), hy, cy};
+    }
+  }
   auto states = states_of(hx[0], hx[1]);
   const Tensor output = layers(Cell::kLstm, sequence, states,
       weights_of(params, has_biases, hx[0].size(2) != hx[1].size(2)), num_layers, dropout, train, bidirectional);
