@@ -6,10 +6,12 @@ A report has `text()`, `dict()` and, if a picture helps, `html()`; `add_argument
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -62,6 +64,12 @@ def duration(text: str) -> float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"expected seconds above 0, but got {text!r}")
+
+
+def say(text: str) -> None:
+    """Print a line to stderr. If it is closed or full, the program that a tool watches goes on."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def wrapped(texts: Iterable[str], indent: int = 4) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openreg_tools import backends
+from openreg_tools import backends, forms
 from openreg_tools.compare.copies import (
     Arguments,
     Copies,
@@ -518,7 +517,7 @@ class Lockstep(TorchDispatchMode):
         if now - self._said > 5:
             self._said = now
             count, beyond = self.result.operators, len(self.result.differences)
-            print(f"compare: {count:,} operators in {now - self._started:.0f} s, {beyond} differ", file=sys.stderr)
+            forms.say(f"compare: {count:,} operators in {now - self._started:.0f} s, {beyond} differ")
 
     # ---- the context ----
 

@@ -73,70 +73,125 @@ def read(path: str | os.PathLike[str]) -> Trace:
         Wrong: there is no such file, or it is not a trace of `record`.
     """
     try:
-        with open(path, errors="replace") as file:
+        with open(path, encoding="utf-8", errors="replace") as file:
             lines = file.readlines()
     except OSError as error:
         raise Wrong(f"{path} cannot be read: {error.strerror}") from None
     try:
-        header = json.loads(lines[0])
+        header = _object(lines[0])
         kind, version = header["kind"], header["version"]
-    except (IndexError, ValueError, KeyError, TypeError):
+        _of_type(str, kind)
+        _of_type(int, version)
+    except (IndexError, *DAMAGED):
         raise Wrong(f"{path} is not a trace of `record`: its first line is not a header") from None
     if kind != KIND:
         raise Wrong(f"{path} is a trace of {kind!r}, not of `record`")
     if version != VERSION:
         remedy = "update openreg_tools" if version > VERSION else "record it again"
         raise Wrong(f"{path} is of version {version}, but this reads version {VERSION}: {remedy}")
+    try:
+        for field in ("torch", "device", "program"):
+            _of_type(str, header[field])
+            header[field].encode()
+        _of_type(int, header["rank"], header["world"])
+    except DAMAGED:
+        raise Wrong(f"{path} is damaged in line 1: its header lacks a field, or one has the wrong type") from None
     trace, names = Trace(str(path), header, []), []
     ended = False
     for number, line in enumerate(lines[1:], 2):
         try:
-            words = json.loads(line)
+            words = _object(line)
             if "end" in words:
-                ended = words["end"] == len(trace.ops) and number == len(lines)
+                ended = [*words.values()] == [len(trace.ops)] and number == len(lines)
+                _of_type(int, words["end"])
                 trace.damaged = 0 if ended else number
                 break
             if "s" in words:
+                _of_type(str, *words.values())
+                words["s"].encode()  # not so a lone surrogate, which cannot be printed
                 names.append(words["s"])
-                continue
-            word = lambda key, words=words: names[words[key]] if key in words else ""  # noqa: E731
-            trace.ops.append(
-                Op(
-                    len(trace.ops),
-                    word("o"),
-                    word("m"),
-                    word("w"),
-                    word("n"),
-                    word("l"),
-                    PHASES[words["p"]],
-                    [(dtype, _numbers(shape)) for dtype, shape in words["i"]],
-                    [_fingerprint(each) for each in words["r"]],
-                    word("t"),
-                )
-            )
-        except (ValueError, KeyError, IndexError, TypeError):
+            else:
+                trace.ops.append(_operator(len(trace.ops), words, names))
+        except DAMAGED:
             trace.damaged = number if number < len(lines) else 0
             break
     trace.truncated = not ended
     return trace
 
 
+# What reading raises where a file holds something other than what `record` writes. Deep nesting is a RecursionError.
+DAMAGED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+
+
+def _object(line: str) -> dict[str, Any]:
+    found = json.loads(line)
+    _of_type(dict, found)
+    return found
+
+
+def _of_type(kind: type, *values: Any) -> None:
+    """Raise TypeError unless the values are exactly of this type: no bool for an int."""
+    for value in values:
+        if type(value) is not kind:
+            raise TypeError
+
+
+def _operator(index: int, words: dict[str, Any], names: list[str]) -> Op:
+    """The operator of a line.
+
+    Raises:
+        DAMAGED: the line is not one of `record`.
+    """
+
+    def text(key: str) -> str:
+        if key not in words:
+            return ""
+        _of_type(int, words[key])
+        if not 0 <= words[key] < len(names):
+            raise ValueError
+        return names[words[key]]
+
+    _of_type(list, words["i"], words["r"])
+    inputs = []
+    for dtype, shape in words["i"]:
+        _of_type(str, dtype)
+        inputs.append((dtype, _shape(shape)))
+    if not words.keys() <= set("omwnltpir") or "o" not in words:
+        raise ValueError
+    prints = [_fingerprint(each) for each in words["r"]]
+    module, line, node, label, thread = map(text, "mwnlt")
+    return Op(index, text("o"), module, line, node, label, PHASES[words["p"]], inputs, prints, thread)
+
+
 def _fingerprint(found: Any) -> list[Any]:
     """A fingerprint as `recording.fingerprint` makes it.
 
     Raises:
-        TypeError, ValueError: it is not one.
+        DAMAGED: it is not one.
     """
-    dtype, shape, *six, samples = found
-    if len(six) != 6:
+    dtype, shape, digest, total, norm, largest, nans, infinities, samples = found
+    _of_type(str, dtype)
+    _of_type(int, digest, nans, infinities)
+    _of_type(list, samples)
+    if len(samples) > 4 or nans < 0 or infinities < 0:
         raise ValueError
-    return [str(dtype), _numbers(shape), *_numbers(six), _numbers(samples)]
+    numbers = [_number(each) for each in (total, norm, largest)]
+    return [dtype, _shape(shape), digest, *numbers, nans, infinities, [_number(each) for each in samples]]
 
 
-def _numbers(found: Any) -> list[Any]:
-    if not all(isinstance(each, int | float) for each in found):
+def _shape(found: Any) -> list[int]:
+    """A shape that a tensor can have; -1 where the parts of a nested tensor differ."""
+    _of_type(list, found)
+    _of_type(int, *found)
+    if not all(-1 <= size < 2**63 for size in found) or math.prod(map(abs, found)) >= 2**63:
+        raise ValueError
+    return found
+
+
+def _number(found: Any) -> float:
+    if type(found) not in (int, float):
         raise TypeError
-    return list(found)
+    return float(found)
 
 
 def of_debug_mode(mode: Any, path: str = "DebugMode") -> Trace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from openreg_tools import dispatch, forms
 from openreg_tools.compare import record
@@ -22,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """The program's exit status, 1 if it raised."""
+    """The program's exit status, 1 if it raised or the trace is incomplete, 2 if the file cannot be written."""
     words = [*arguments.what, *getattr(arguments, "rest", [])]
     try:
         dispatch.load(arguments.modules, arguments.device)
@@ -42,5 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
         status = run(words, context)
     except RuntimeError as error:
         raise Wrong(str(error).splitlines()[0]) from None
-    print(f"record: {context.operators:,} operators in {context.path}", file=sys.stderr)
+    if context.incomplete:  # which the context has said
+        return status or (1 if context.is_open else 2)
+    forms.say(f"record: {context.operators:,} operators in {context.path}")
     return status

@@ -6,12 +6,13 @@ order. It also has numbers that are close if the values are close: the sum, the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import itertools
 import json
 import math
 import os
-import sys
 import threading
 import time
 import warnings
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openreg_tools import dispatch, script
+from openreg_tools import dispatch, forms, script
 from openreg_tools.compare.copies import Quiet, facts, tensors_of
 from openreg_tools.compare.lockstep import subclasses, tracing, wait
 from openreg_tools.forms import Wrong
@@ -98,7 +99,10 @@ def record(
 
 
 class Recording(TorchDispatchMode):
-    """The context of `record`; `path` is the file, `operators` how many were recorded."""
+    """The context of `record`; `path` is the file, `operators` how many were recorded, `incomplete` why it lacks others.
+
+    The program goes on if the file cannot be written: only the trace ends.
+    """
 
     supports_higher_order_operators = True
 
@@ -114,12 +118,14 @@ class Recording(TorchDispatchMode):
         self._process = 0  # 0 outside the context: a thread that the program started may outlive it
         self._threads, self._lock = InThreads(self), threading.Lock()
         self._unread: set[str] = set()  # operators whose results could not be read
+        self.incomplete = ""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def __enter__(self) -> Recording:
+        self._folder = os.getcwd()  # which the program may change
         if not self.out.parent.is_dir():
             raise Wrong(f"record: there is no folder {self.out.parent} to write {self.out.name} to; make it first")
         import torch._dynamo  # noqa: F401 -- else a mode imports it at its first operator
@@ -137,32 +143,70 @@ class Recording(TorchDispatchMode):
         self.places.__exit__()
         if not self._is_active():
             return
-        with self._lock, self._open() as file:
-            print(json.dumps({"end": self.operators}), file=file)
+        with self._lock:
+            if self._open():
+                self._put(json.dumps({"end": self.operators}) + "\n")
+                self._close()
             self._process = 0
+        if self.incomplete:
+            forms.say(f"record: {self.incomplete}")
 
     def _is_active(self) -> bool:
         """Whether operators are recorded: not after the context, and not in a process that the program forked."""
         return self._process == os.getpid()
 
-    def _open(self) -> Any:
-        """The file, named when the first operator runs, because the program knows its rank by then."""
-        if self._file is None:
+    @property
+    def is_open(self) -> bool:
+        """Whether the file was opened, even if it could not be written to its end."""
+        return self._file is not None
+
+    def _open(self) -> bool:
+        """Whether there is a file to write to. It gets its name when the first operator runs, because the program knows
+        its rank by then."""
+        if self._file is None and not self.incomplete:
             rank, size = script.rank()
             if size > 1:
                 self.path = Path(f"{self.out}.rank{rank}")
-            try:
-                self._file = open(self.path, "w", buffering=1)  # a program that crashes leaves its lines
-            except OSError as error:
-                raise Wrong(f"record: {self.path} cannot be written: {error.strerror}") from None
-            if self.values:
-                Path(f"{self.path}.values").mkdir(exist_ok=True)
             header = {
                 "kind": KIND, "version": VERSION, "torch": torch.__version__, "device": self.type, "rank": rank,
-                "world": size, "program": self.name, "values": self.values,
+                "world": size, "program": _printable(self.name), "values": self.values,
             }  # fmt: skip
-            print(json.dumps(header), file=self._file)
-        return self._file
+            try:
+                self._file = open(self._place(), "w", buffering=1, encoding="utf-8")  # a crash leaves its lines
+                if self.values:
+                    self._place(".values").mkdir(exist_ok=True)
+            except OSError as error:
+                self.incomplete = f"{self.path} cannot be written: {error.strerror}"
+            else:
+                self._put(json.dumps(header) + "\n")
+        return not self.incomplete
+
+    def _place(self, suffix: str = "") -> Path:
+        return Path(self._folder, f"{self.path}{suffix}")
+
+    def _put(self, text: str) -> None:
+        if self.incomplete:
+            return
+        try:
+            self._file.write(text)
+        except (OSError, ValueError) as error:  # ValueError: the program has closed the file
+            self._fail(str(error))
+
+    def _fail(self, why: str) -> None:
+        self.incomplete = f"{self.path} is incomplete, it ends after {self.operators:,} operators: {why}"
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _close(self) -> None:
+        """Close the file, and see that it is still where it was opened."""
+        try:
+            there = os.path.samestat(os.fstat(self._file.fileno()), self._place().stat())
+            self._file.close()
+        except (OSError, ValueError) as error:
+            self._fail(str(error))
+        else:
+            if not there:
+                self._fail("another file has taken its place")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -195,7 +239,9 @@ class Recording(TorchDispatchMode):
         return out
 
     def _write(self, name: str, args: tuple, kwargs: dict, results: list[Tensor], numbers: list[Any]) -> None:
-        file, place = self._open(), self.places.now()
+        if not self._open():
+            return
+        place = self.places.now()
         try:
             prints, copies = _prints(results, numbers)
         except torch.AcceleratorError:
@@ -223,22 +269,35 @@ class Recording(TorchDispatchMode):
         while len(text) > _MOST and inputs:  # more dimensions than most tensors have
             inputs.pop()
             text = _with_inputs(head, inputs)
-        file.write(text)
+        self._put(text)
         if self.values:
-            torch.save(copies, f"{self.path}.values/{self.operators}.pt")
-        self.operators += 1
+            self._save(copies)
+        self.operators += not self.incomplete
         if self.progress and time.monotonic() - self._said > 5:
             self._said = time.monotonic()
             seconds = self._said - self._started
-            print(f"record: {self.operators:,} operators in {seconds:.0f} s", file=sys.stderr)
+            forms.say(f"record: {self.operators:,} operators in {seconds:.0f} s")
+
+    def _save(self, copies: list[Tensor]) -> None:
+        saved = io.BytesIO()
+        torch.save(copies, saved)  # into memory: its own error for a full disk does not say so
+        try:
+            self._place(f".values/{self.operators}.pt").write_bytes(saved.getbuffer())
+        except OSError as error:
+            self._fail(str(error))
 
     def _number(self, text: str) -> int:
         """The number of a text. The trace contains each text once."""
         number = self._names.get(text)
         if number is None:
             number = self._names[text] = len(self._names)
-            print(json.dumps({"s": text[:300]}, ensure_ascii=False), file=self._file)
+            self._put(json.dumps({"s": _printable(text[:300])}, ensure_ascii=False) + "\n")
         return number
+
+
+def _printable(text: str) -> str:
+    """The text with bytes that are not valid Unicode escaped, such as those of a file's name."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _with_inputs(head: str, inputs: list[str]) -> str:
