@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from openreg_tools import dispatch
+from openreg_tools.compare.composites import Composites
 from openreg_tools.compare.lockstep import Lockstep
 from openreg_tools.compare.recording import mark, record
 from openreg_tools.compare.regions import Regions
@@ -90,17 +91,19 @@ class Comparing:
         self.result = Result(torch.device(target.device).type, against, name)
         self.result.writer = written
         self.mode = Lockstep(target.device, against, tolerances, self.result, progress)
-        self.regions = Regions(self.mode)
+        self.regions, self.composites = Regions(self.mode), Composites(self.mode)
 
     def __enter__(self) -> Result:
         self._started = time.perf_counter()
         self.result.command = sys.argv[:]
         self.regions.__enter__()
+        self.composites.__enter__()
         self.mode.__enter__()
         return self.result
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.mode.__exit__(kind, error, trace)
+        self.composites.__exit__()
         self.regions.__exit__()
         self.result.seconds = time.perf_counter() - self._started
         self.result.used(self.mode.tolerances)

@@ -32,6 +32,7 @@ from openreg_tools.compare.copies import (
     tensors_of,
     tied,
 )
+from openreg_tools.compare.draws import Draws
 from openreg_tools.compare.result import Difference, Result
 from openreg_tools.compare.tolerance import SUM, Error, Tolerance, Tolerances, largest, measure
 from openreg_tools.places import Place, Places, site, stack
@@ -66,6 +67,7 @@ class Lockstep(TorchDispatchMode):
         of_torch = current is not None and current.type == self.type
         self._module = torch.accelerator if of_torch else getattr(torch, self.type, None)
         self._draws = _shares_numbers(self.type, self.reference)
+        self._generators = Draws(self.type)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -84,7 +86,7 @@ class Lockstep(TorchDispatchMode):
             return func(*args, **kwargs) if tracing(types) else NotImplemented
         of = facts(func)
         if not self._touches(args, kwargs):
-            return func(*args, **kwargs)
+            return self._drew(of, args, kwargs, func(*args, **kwargs))
         place = self.places.now()  # of a view too, for its backward
         if of.view:
             return func(*args, **kwargs)
@@ -94,7 +96,19 @@ class Lockstep(TorchDispatchMode):
         if self.progress:
             self._say()
         with self.turn:
-            return self._both(func, of, index, place, args, kwargs)
+            return self._drew(of, args, kwargs, self._both(func, of, index, place, args, kwargs))
+
+    def _drew(self, of: Facts, args: tuple, kwargs: dict, out: Any) -> Any:
+        """Take note of the generator that a call drew from; returns `out`."""
+        if of.random and self.reference.type == "cpu":
+            with self.lock, self.quiet():
+                if self._generators.drew(of, args, kwargs, out):
+                    self.result.note(
+                        f"The program draws random numbers from two generators: {self._generators.sentence()}. On the CPU, "
+                        "both come from one generator, so a run there gives other numbers after the same seed. That is "
+                        f"no fault of {self.type}."
+                    )
+        return out
 
     def _both(self, func: OpOverload, of: Facts, index: int, place: Place, args: tuple, kwargs: dict) -> Any:
         """The call on the device, and then on the reference."""

@@ -57,6 +57,7 @@ class Trace:
     header: dict[str, Any]
     ops: list[Op]
     truncated: bool = False  # what follows `ops` cannot be read
+    draws: tuple[int, str, str] | None = None  # from which operator on both generators had drawn, and where first
     damaged: int = 0  # the line that is not one of a trace, although others follow it
 
     def __str__(self) -> str:
@@ -110,6 +111,9 @@ def read(path: str | os.PathLike[str]) -> Trace:
                 _of_type(str, *words.values())
                 words["s"].encode()  # not so a lone surrogate, which cannot be printed
                 names.append(words["s"])
+            elif "g" in words:
+                host, device = (_text(each, names) for each in words["g"])
+                trace.draws = trace.draws or (len(trace.ops), host, device)
             else:
                 trace.ops.append(_operator(len(trace.ops), words, names))
         except DAMAGED:
@@ -136,6 +140,13 @@ def _of_type(kind: type, *values: Any) -> None:
             raise TypeError
 
 
+def _text(number: Any, names: list[str]) -> str:
+    _of_type(int, number)
+    if not 0 <= number < len(names):
+        raise ValueError
+    return names[number]
+
+
 def _operator(index: int, words: dict[str, Any], names: list[str]) -> Op:
     """The operator of a line.
 
@@ -144,12 +155,7 @@ def _operator(index: int, words: dict[str, Any], names: list[str]) -> Op:
     """
 
     def text(key: str) -> str:
-        if key not in words:
-            return ""
-        _of_type(int, words[key])
-        if not 0 <= words[key] < len(names):
-            raise ValueError
-        return names[words[key]]
+        return _text(words[key], names) if key in words else ""
 
     _of_type(list, words["i"], words["r"])
     inputs = []
@@ -476,7 +482,26 @@ class Parting:
             lines += ["The runs part at", *self.first.lines()]
         if self.first_bits is not None and self.first_bits is not self.first:
             lines += ["", "Bits differ first at", *self.first_bits.lines()]
+        if generators := self.generators():
+            lines += ["", *forms.wrapped([generators], 0)]
         return lines
+
+    def generators(self) -> str:
+        """A sentence if the runs may part because one of them drew its random numbers from two generators, else ""."""
+        of_a, of_b = (self.first_bits.a, self.first_bits.b) if self.first_bits else (None, None)
+        for trace, op, other in ((self.a, of_a, self.b), (self.b, of_b, self.a)):
+            if op is None or trace.draws is None or other.header.get("device") != "cpu":
+                continue
+            since, host, there = trace.draws
+            device, program = trace.header["device"], trace.header["program"] or "the program"
+            if op.index >= since:
+                return (
+                    f"Before its bits differ, {trace.path} has random numbers from two generators: the CPU's, first at "
+                    f"{host}, and {device}'s, first at {there}. {other.path} draws both from one generator, which gives "
+                    f"other numbers after the same seed. What differs only by that is no fault of {device}: `compare "
+                    f"{program} --against cpu` gives both devices the same numbers, and finds an operator that differs."
+                )
+        return ""
 
     def dict(self) -> dict[str, Any]:
         return {
@@ -484,7 +509,7 @@ class Parting:
             "b": self.b.header | {"path": self.b.path, "operators": len(self.b.ops), "truncated": self.b.truncated},
             "first": self.first.dict() if self.first else None,
             "first_bits": self.first_bits.dict() if self.first_bits else None,
-            "parted": self.parted, "beyond": self.beyond, "only_a": len(self.only_a), "only_b": len(self.only_b),
+            "generators": self.generators(), "parted": self.parted, "beyond": self.beyond, "only_a": len(self.only_a), "only_b": len(self.only_b),
             "ranked": [each.dict() for each in self.ranked[:1000]],
         }  # fmt: skip
 

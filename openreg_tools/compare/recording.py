@@ -27,7 +27,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from openreg_tools import dispatch, forms, script
-from openreg_tools.compare.copies import Quiet, facts, tensors_of
+from openreg_tools.compare.copies import Facts, Quiet, facts, tensors_of
+from openreg_tools.compare.draws import Draws
 from openreg_tools.compare.lockstep import subclasses, tracing, wait
 from openreg_tools.forms import Wrong
 from openreg_tools.places import Places
@@ -37,7 +38,7 @@ from openreg_tools.threads import InThreads
 __all__ = ["KIND", "Recording", "fingerprint", "mark", "record"]
 
 KIND = "openreg_tools.compare"  # at the start of every trace
-VERSION = 5  # of the fingerprints
+VERSION = 6  # of the fingerprints
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _MOST = 960  # bytes of one operator's line, out of the 1024 that it may take including new names
 _labels: dict[str, Any] = {}  # set in the main thread, for all threads
@@ -119,6 +120,7 @@ class Recording(TorchDispatchMode):
         self._threads, self._lock = InThreads(self), threading.Lock()
         self._unread: set[str] = set()  # operators whose results could not be read
         self.incomplete = ""
+        self._draws = Draws(self.type)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -216,6 +218,8 @@ class Recording(TorchDispatchMode):
             return func(*args, **kwargs) if tracing(types) else NotImplemented
         of = facts(func)
         out = func(*args, **kwargs)
+        if of.random and self.type != "cpu":
+            self._drew(of, args, kwargs, out)
         if of.view or of.skipped:
             return out
         returned = out if of.scratch < 0 else [each for i, each in enumerate(out) if i != of.scratch]
@@ -237,6 +241,13 @@ class Recording(TorchDispatchMode):
                 return out
             self._write(of.name, args, kwargs, list(unique.values()), numbers)
         return out
+
+    def _drew(self, of: Facts, args: tuple, kwargs: dict, out: Any) -> None:
+        """Write a line if, with this call, both generators have drawn."""
+        with self._lock, Quiet(self.type):
+            if self._is_active() and self._draws.drew(of, args, kwargs, out) and self._open():
+                words = [self._number(text) for text in self._draws.both]
+                self._put(json.dumps({"g": words}) + "\n")
 
     def _write(self, name: str, args: tuple, kwargs: dict, results: list[Tensor], numbers: list[Any]) -> None:
         if not self._open():

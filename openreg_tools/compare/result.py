@@ -127,6 +127,10 @@ class Result:
             row = self._rows[operator] = Row(operator)
         return row
 
+    def unequal(self) -> int:
+        """How many results are not bit-for-bit equal, or differ in another way."""
+        return sum(row.inexact + row.beyond for row in self._rows.values())
+
     def point(self, index: int, ulps: float, allowed: float, operator: str) -> None:
         """Add a point to the plot of errors over the calls."""
         if len(self._points) < 200_000:

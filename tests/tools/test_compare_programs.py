@@ -734,3 +734,61 @@ def test_an_operator_that_returns_a_wrapper_is_skipped():
             out = torch.ops.test_compare_programs.wrap(torch.ones(3, device=DEVICE))
     assert out.x.tolist() == [2.0] * 3 and not result.differences
     assert "its results cannot be copied" in result.skipped["test_compare_programs::wrap"]
+
+
+# ---- recurrent networks as a whole ----
+
+
+def of_other_operators(factor=1.0):
+    """A GRU that the device computes in float64: every operator is equal, and the result is not."""
+    gru = torch._VF.gru
+
+    def other(x, h, weights, *rest):
+        if x.is_cpu:
+            return gru(x, h, weights, *rest)
+        out, last = gru(x.double(), h.double(), [each.double() for each in weights], *rest)
+        return (out * factor).float(), last.float()
+
+    return other
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_a_network_whose_operators_agree(monkeypatch, factor):
+    """A note says that it differs as a whole; beyond the tolerance, it is the first difference."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch._VF, "gru", of_other_operators(factor))
+    there = vars(torch._VF)["gru"]
+    model, x = torch.nn.GRU(4, 16).to("openreg"), torch.randn(3, 2, 4).to("openreg")
+    with compare(device="openreg") as result:
+        model(x)[0].sum().backward()
+    (note,) = [note for note in result.notes if "as a whole" in note]
+    assert note.startswith("gru at ") and "its operators agree, but as a whole it differs from cpu by up to" in note
+    assert (
+        ", 0 results not equal bit for bit" in " ".join(result.report().split()) and note.split()[0] in result.report()
+    )
+    if factor == 1.0:
+        assert result.first is None
+    else:
+        assert result.first.operator == "gru" and result.first.what == "result 0" and "test_compare" in result.report()
+        with pytest.raises(ValueError, match="gru is not an operator whose inputs are known"):
+            result.write_test("none.py")
+    assert vars(torch._VF)["gru"] is there and "lstm" not in vars(torch._VF) and torch.lstm is torch._VF.lstm
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_networks_that_agree(dropout):
+    """Padded and packed, with the dropout of the device's generator, as TorchScript, and under transforms and modes."""
+    lstm, cell = torch.nn.LSTM(4, 5, 2, dropout=dropout).to("openreg"), torch.nn.RNNCell(4, 5).to("openreg")
+    x = torch.randn(3, 2, 4).to("openreg")
+    with compare(device="openreg") as result:
+        lstm(x)[0].sum().backward()
+        lstm(torch.nn.utils.rnn.pack_padded_sequence(x, [3, 3]))
+        lstm(torch.nn.utils.rnn.pack_padded_sequence(x, [3, 1]))
+        cell(x[0], hx=torch.ones(2, 5, device="openreg"))
+        torch.jit.script(torch.nn.Sequential(lstm))(x)
+        torch.vmap(cell)(x)
+        with torch.inference_mode():
+            lstm(x)
+        with torch.autocast("openreg"):
+            cell(x[0])
+    assert result.first is None and not any("as a whole" in note for note in result.notes), result.report()

@@ -333,17 +333,99 @@ def test_a_file_with_a_line_that_record_does_not_write(tmp_path, change):
     assert parting.b.truncated and parting.parted and parting.first is None
 
 
+# ---- random numbers from two generators ----
+
+
+def drops_layers(device, host=None, seeds=False, wrong=False):
+    """A program that drops layers by numbers of the CPU, and elements by numbers of the device."""
+    torch.manual_seed(0)
+    x = torch.ones(64, device=device)
+    if wrong and device != "cpu":
+        x += 1
+    for _ in range(4):
+        x = x * 1.5
+        if seeds:
+            torch.manual_seed(2)
+        keep = torch.rand(1, generator=host).item() > 0.1
+        if seeds:
+            torch.manual_seed(1)
+        if keep:
+            x = x * torch.rand_like(x)
+    return x.sum().item()
+
+
+def traces_of(tmp_path, **options):
+    for name, device in (("a", "cpu"), ("b", DEVICE)):
+        host = torch.Generator().manual_seed(5) if options.get("own") else None
+        with record(tmp_path / name, device=device, name="drops.py"):
+            drops_layers(device, host, options.get("seeds", False), options.get("wrong", False))
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_traces_of_two_generators(tmp_path):
+    """The runs part, and the report says why, in either order."""
+    traces = traces_of(tmp_path)
+    for pair in (traces, traces[::-1]):
+        parting = compare(*pair)
+        said = " ".join(parting.report().split())
+        assert parting.parted and parting.dict()["generators"] == parting.generators() and parting.generators() in said
+        assert f"{traces[1]} has random numbers from two generators: the CPU's, first at " in said
+        assert "(aten::rand.generator), and openreg's, first at " in said and "(aten::rand_like)" in said
+        assert f"{traces[0]} draws both from one generator" in said and "`compare drops.py --against cpu`" in said
+        assert parting.generators()[:23] in parting.html()
+
+
+@pytest.mark.parametrize(
+    "options", [{"own": True}, {"seeds": True}, {"wrong": True}], ids=lambda each: next(iter(each))
+)
+def test_traces_without_a_second_generator(tmp_path, options):
+    """A generator of the program's own, a seed between the two, and a difference before the first draw."""
+    parting = compare(*traces_of(tmp_path, **options))
+    assert not parting.generators() and "generators" not in parting.report()
+    assert parting.parted == ("wrong" in options), parting.report()
+
+
+@pytest.mark.parametrize("options", [{}, {"own": True}, {"seeds": True}], ids=str)
+def test_a_program_of_two_generators(options):
+    """Under compare, both devices have the same numbers, and a note says that a run on the CPU has others."""
+    host = torch.Generator().manual_seed(5) if "own" in options else None
+    with compare(device=DEVICE) as result:
+        drops_layers(DEVICE, host, "seeds" in options)
+    notes = [note for note in result.notes if "two generators" in note]
+    assert result.first is None and len(notes) == (not options), result.report()
+    if notes:
+        assert "(aten::rand.generator), and openreg's, first at " in notes[0] and "no fault of openreg" in notes[0]
+
+
+def test_attention_without_dropout_draws_nothing(tmp_path):
+    """Its operator may draw, and another device has nothing to compare with."""
+    torch.manual_seed(0)
+    x = torch.rand(1, 1, 4, 8).to(DEVICE)
+    with record(tmp_path / "a") as recording:
+        torch.rand(1)
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    assert read(recording.path).draws is None
+    with record(tmp_path / "b") as recording:
+        torch.rand_like(x)
+    index, host, device = read(recording.path).draws if read(recording.path).draws else (0, "", "")
+    assert (index, host, device) == (0, "", "")  # the CPU's draw was before the recording
+
+
+# ---- damaged traces ----
+
+
 def small_trace(path):
-    """A trace of a forward and a backward in a module, with a label, a thread, a number and a result of no elements."""
-    with record(path, device="cpu", name="small.py") as recording:
-        model = nn.Linear(2, 2)
+    """A trace of a forward and a backward in a module, with a label, a thread, a number, a result of no elements, and
+    random numbers from two generators."""
+    with record(path, name="small.py") as recording:
+        model = nn.Linear(2, 2).to(DEVICE)
         with mark("batch", 1):
-            model(torch.ones(3, 2)).sum().backward()
-        thread = threading.Thread(target=lambda: torch.ones(2) + 1)
+            model(torch.ones(3, 2, device=DEVICE)).sum().backward()
+        thread = threading.Thread(target=lambda: torch.ones(2, device=DEVICE) + 1)
         thread.start()
         thread.join()
-        torch.ones(0).add(1)
-        torch.ones(1).item()
+        torch.ones(0, device=DEVICE).add(1)
+        torch.rand(1, device=DEVICE).item()
     return recording.path
 
 
@@ -398,9 +480,14 @@ def test_no_damage_raises(tmp_path):
     path = small_trace(tmp_path / "a")
     lines = path.read_bytes().splitlines()
     kinds = {json.dumps(sorted(json.loads(line))) for line in lines}
-    # Lines of the same kind are read alike: the header, a text, an operator of a thread, and the end.
-    chosen = [0, 1, next(i for i, line in enumerate(lines) if b'"t"' in line), len(lines) - 1]
-    assert len(kinds) >= 4 and len(lines) > 10
+    # Lines of the same kind are read alike: the header, a text, an operator of a thread, the generators and the end.
+    chosen = [
+        0,
+        1,
+        *(next(i for i, line in enumerate(lines) if key in line) for key in (b'"t"', b'"g"')),
+        len(lines) - 1,
+    ]
+    assert len(kinds) >= 5 and len(lines) > 10
     refused = damaged = equal = 0
     for i, what, mutated in mutations(lines):
         if i not in chosen:
@@ -426,7 +513,7 @@ def test_no_damage_raises(tmp_path):
     "change, status, said",
     [
         (lambda lines: [*lines[:3], "[" * 100_000, *lines[3:]], 1, "is damaged in line 4: read up to operator"),
-        (lambda lines: [lines[0].replace('"version": 5', '"version": [5]'), *lines[1:]], 2, "is not a header"),
+        (lambda lines: [lines[0].replace('"version": 6', '"version": [6]'), *lines[1:]], 2, "is not a header"),
         (lambda lines: [lines[0].replace('"world": 1', '"world": "1"'), *lines[1:]], 2, "is damaged in line 1: "),
         (lambda lines: [re.sub('^{"s".*', '{"s": []}', line) for line in lines], 1, "is damaged in line 2: read up to"),
     ],
