@@ -110,14 +110,14 @@ def cut(text: str, width: int) -> str:
 
 def size(count: float) -> str:
     """A number of bytes: 12.3 GiB."""
-    power = next((p for p in range(4) if abs(count) < 1024 ** (p + 1)), 4)
+    power = next((p for p in range(4) if float(f"{abs(count) / 1024**p:.4g}") < 1024), 4)
     return f"{count / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def seconds(value: float) -> str:
     """12.3 ns, us, ms or s."""
-    units = (("ns", 1e-9, 1e-6), ("us", 1e-6, 1e-3), ("ms", 1e-3, 1.0))
-    unit, scale = next(((u, s) for u, s, end in units if value < end), ("s", 1.0))
+    units = (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3))
+    unit, scale = next(((u, s) for u, s in units if float(f"{value / s:.4g}") < 1000), ("s", 1.0))
     return f"{value / scale:.4g} {unit}"
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import python
+from processes import forking, python
 from torch import Tensor
 from torch.library import opcheck
 
@@ -1443,7 +1443,14 @@ def test_every_check_has_its_section():
 def command(*arguments, cwd):
     installed = Path(openreg_ops.__file__).parents[1]
     return python(
-        "-m", "openreg_ops", "check", *arguments, cwd=cwd, dynamo=True, PYTHONPATH=f"{installed}{os.pathsep}{cwd}"
+        "-m",
+        "openreg_ops",
+        "check",
+        *arguments,
+        cwd=cwd,
+        dynamo=True,
+        nested=True,
+        PYTHONPATH=f"{installed}{os.pathsep}{cwd}",
     )
 
 
@@ -1557,6 +1564,7 @@ def ends(tmp_path_factory):
 def checked(ends, monkeypatch, capfd):
     """The command `check` of an operator of the module `ends`: its status, its report, and what it prints to stderr."""
     monkeypatch.setenv("PYTHONPATH", f"{Path(openreg_ops.__file__).parents[1]}{os.pathsep}{ends}")
+    monkeypatch.setattr(subprocess, "Popen", forking())
     parser = argparse.ArgumentParser()
     checker_command.add_arguments(parser)
 
@@ -1568,6 +1576,7 @@ def checked(ends, monkeypatch, capfd):
     return run
 
 
+@pytest.mark.processes
 def test_an_operator_that_exits_fails(ends):
     """The report is written in every form, what the program prints is shown on stderr, and other checks run."""
     only = ["--only", "runs,determinism,opcheck_schema"]
@@ -1582,6 +1591,7 @@ def test_an_operator_that_exits_fails(ends):
     assert "said by samples" in result.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "name, sentence",
     [
@@ -1596,12 +1606,14 @@ def test_an_operator_that_ends_the_process_fails(checked, name, sentence):
     assert report["results"][1]["sentence"].startswith(f"ends::{name}: {sentence}")
 
 
+@pytest.mark.processes
 def test_an_operator_that_never_returns_skips_the_sample(checked):
     status, report, _ = checked("leaves_first", "--input=f32[3]", "--input=f32[4]", "--only=runs,determinism,copies")
     assert status == 1 and [each["status"] for each in report["results"]] == ["fail", "skip", "skip"] * 2
     assert report["results"][4]["sentence"] == "ends::leaves_first does not return for this sample"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name, outcome", [("exits_first", "SystemExit: 0"), ("leaves_first", "ended while it made")])
 def test_an_operator_that_ends_the_process_with_generated_inputs(checked, name, outcome):
     status, report, _ = checked(name, "--only=schema,runs")
@@ -1609,6 +1621,7 @@ def test_an_operator_that_ends_the_process_with_generated_inputs(checked, name, 
     assert outcome in report["results"][0]["sentence"]
 
 
+@pytest.mark.processes
 def test_too_many_ends_of_the_process(checked, monkeypatch):
     """The remaining checks are skipped, and say why."""
     monkeypatch.setattr(checker_command, "ENDS", 1)
@@ -1658,6 +1671,7 @@ def test_a_real_interrupt_ends_check(swallow):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.processes
 def test_ctrl_c_ends_the_command(ends):
     """The terminal interrupts both processes; here, only the one that the user started."""
     words = ["ends::hangs_first", "--import", "ends", "--input", "f32[3]", "--only", "runs"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
+import itertools
 import json
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from openreg_tools import backends
 from openreg_tools.conformance import command as conformance
 from openreg_tools.conformance import opinfo, sweep
 from openreg_tools.conformance.report import Results
+from openreg_tools.generate import child, search
 
 pytestmark = pytest.mark.processes
 
@@ -178,3 +182,118 @@ def test_a_device_with_other_random_numbers(monkeypatch):
     monkeypatch.setattr(type(backends.of_device("openreg")), "draws_as_cpu", False)
     report = sweep.check(op, torch.float32, "openreg", 1, ("forward",))
     assert not report.failures and report.ran["forward"]
+
+
+# ---- options of the command that its processes need ----
+
+# Other values than the defaults, of the options that a worker process gets.
+SUITES = {"device": "openreg:1", "suites": ["modules"], "samples": 5, "checks": ["forward", "grad"], "threads": 3}
+GENERATED = {"device": "openreg:1", "given": {"samples": None, "inputs": ["f32[3]"]}, "threads": 3}
+# Options of the process that starts workers: which cases there are, how they are run, and what is written.
+OF_PARENT = {
+    "ops", "dtypes", "jobs", "timeout", "out", "fresh", "retry", "against", "verbose", "json", "html", "seed", "case",
+    "modules", "worker", "generate", "help",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("worker, options", [(conformance.Worker, SUITES), (search.Child, GENERATED)])
+def test_options_reach_the_worker(worker, options):
+    """The process is started with each option that it needs, and every option belongs to one side."""
+    parser = argparse.ArgumentParser()
+    conformance.add_arguments(parser)
+    asked = parser.parse_args([])
+    vars(asked).update(options)
+    started = parser.parse_args(worker(asked).words()[1:])
+    assert started.worker and {name: getattr(started, name) for name in options} == options
+    assert bool(started.generate) == (worker is search.Child)
+    assert {action.dest for action in parser._actions} == OF_PARENT | SUITES.keys() | GENERATED.keys()
+
+
+def test_modules_reach_the_worker(monkeypatch):
+    """Each process imports the packages of the devices, and the modules of --import once."""
+    started = []
+
+    class Started(Exception):
+        pass
+
+    def popen(command, **options):
+        started.append(command)
+        raise Started
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    arguments = command("--import", "mine", "--import", "openreg_ops", "--import", "yours")
+    with pytest.raises(Started):
+        conformance.Worker(arguments).start()
+    words = started[0]
+    assert words[1:4] == ["-P", "-m", "openreg_tools"]
+    assert [b for a, b in itertools.pairwise(words) if a == "--import"] == ["openreg_ops", "mine", "yours"]
+
+
+def test_options_have_an_effect_in_the_worker(monkeypatch):
+    """What the process was started with is what each case is checked with."""
+    answers, seen = [], {}
+
+    def check(name, dtype, device, samples, checks, at):
+        seen.update(name=name, dtype=dtype, device=device, samples=samples, checks=list(checks))
+        at("forward, sample 0")
+        return opinfo.Report()
+
+    monkeypatch.setattr(conformance, "serving", lambda: lambda **fields: answers.append(fields))
+    monkeypatch.setattr(conformance, "check", check)
+    monkeypatch.setattr(conformance, "dtypes_of", lambda suites: seen.update(suites=suites))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: seen.update(threads=count))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("neg int64\n"))
+    asked = command()
+    vars(asked).update(SUITES)
+    parser = argparse.ArgumentParser()
+    conformance.add_arguments(parser)
+    assert conformance.main(parser.parse_args(conformance.Worker(asked).words()[1:])) == 0
+    assert seen == {"name": "neg", "dtype": "int64", **SUITES}
+    assert answers[0] == {"ready": True} and answers[1] == {"at": "forward, sample 0"}
+    assert answers[2]["operator"] == "neg" and answers[2]["failures"] == []
+
+
+def test_options_have_an_effect_in_the_process_of_generated_calls(monkeypatch):
+    """Threads and samples, which the forked process has."""
+    seen = {}
+
+    class Served(BaseException):
+        pass
+
+    def ends(status):
+        raise Served(status)
+
+    monkeypatch.setattr(child, "serving", lambda: lambda **fields: None)
+    monkeypatch.setattr(child, "_given", lambda given: seen.setdefault("given", given) and [])
+    monkeypatch.setattr(child, "_limit_memory", lambda device: seen.update(device=device))
+    monkeypatch.setattr(child, "_serve", lambda device, answer, has_infos: seen.update(served=device))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: seen.update(threads=count))
+    monkeypatch.setattr(os, "fork", lambda: 0)
+    monkeypatch.setattr(os, "_exit", ends)
+    asked = command()
+    vars(asked).update(GENERATED)
+    parser = argparse.ArgumentParser()
+    conformance.add_arguments(parser)
+    with pytest.raises(Served, match="0"):
+        conformance.main(parser.parse_args(search.Child(asked).words()[1:]))
+    assert seen == {"served": "openreg:1", **GENERATED}
+
+
+def test_the_time_limit_of_the_device_follows_that_of_the_reference(monkeypatch):
+    """A call that runs on the CPU first has the limit again on the device, and twice the CPU's time."""
+    now, deadlines = [100.0], []
+    worker = conformance.Worker(command("--timeout", "10"))
+    worker.process = object()
+    answers = iter([{"at": "cpu"}, {"at": "device"}, {"end": "equal"}])
+
+    def read(until):
+        deadlines.append(until)
+        now[0] += 4
+        return next(answers)
+
+    monkeypatch.setattr(worker, "read", read)
+    monkeypatch.setattr(worker, "send", lambda line: None)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    answer, *_, where = worker.exchange("{}", "end")
+    assert answer == {"end": "equal"} and where == "device"
+    assert deadlines == [110.0, 110.0, 108.0 + 10 + 2 * 8]

@@ -15,6 +15,9 @@ from openreg_tools import __main__, forms
     [
         (0, "0 ns"), (2.5e-9, "2.5 ns"), (999e-9, "999 ns"), (1e-6, "1 us"), (12.34e-6, "12.34 us"), (1e-3, "1 ms"),
         (0.25, "250 ms"), (1, "1 s"), (90.5, "90.5 s"),
+        # On both sides of each unit's end, also where only rounding crosses it.
+        (999.9e-9, "999.9 ns"), (999.96e-9, "1 us"), (1.001e-6, "1.001 us"), (999.9e-6, "999.9 us"),
+        (999.96e-6, "1 ms"), (1.001e-3, "1.001 ms"), (0.9999, "999.9 ms"), (0.99996, "1 s"),
     ],
 )  # fmt: skip
 def test_seconds(value, text):
@@ -26,6 +29,9 @@ def test_seconds(value, text):
     [
         (0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (-2048, "-2 KiB"), (1 << 20, "1 MiB"),
         (5 << 30, "5 GiB"), (3 << 40, "3 TiB"), (4096 << 40, "4096 TiB"),
+        *((1000 * 1024**p, f"1000 {unit}") for p, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))),
+        *((1023 * 1024**p, f"1023 {unit}") for p, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))),
+        *((1024 ** (p + 1) - 1, f"1 {unit}") for p, unit in enumerate(("MiB", "GiB", "TiB"), 1)),
     ],
 )  # fmt: skip
 def test_size(count, text):
@@ -57,6 +63,7 @@ def test_wrapped():
 
 def test_arguments(tmp_path):
     assert forms.regex("a+") == "a+" and forms.file("-") == "-"
+    assert forms.count("1") == 1 and forms.duration("0.001") == 0.001 and type(forms.duration("2")) is float
     assert forms.file(str(tmp_path / "new.json")) == str(tmp_path / "new.json")
     for function, text, sentence in (
         (forms.regex, "(", r"'\(' is not a regular expression: missing"),
