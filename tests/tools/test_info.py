@@ -1,9 +1,11 @@
 """`python -m openreg_ops info`: what it says is so, and what is wrong is found, and its remedy works."""
 
+import argparse
 import importlib.metadata
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -214,3 +216,101 @@ def test_another_copy_than_the_installed_one(monkeypatch, tmp_path):
     (tmp_path / "openreg_ops-9.dist-info" / "METADATA").write_text("Name: openreg_ops\nVersion: 9\n")
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
     assert any(f"not the installed one in {tmp_path}/openreg_ops" in what for what in problems(info.collect()))
+
+
+def package_of_a_device(tmp_path, monkeypatch, installed, text=""):
+    """A package on the path; installed with an entry point, without one, or not at all."""
+    name = f"device_{installed}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    if installed != "not":
+        folder = tmp_path / f"{name}-1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: 1.5\n")
+        if installed == "loads":
+            (folder / "entry_points.txt").write_text(f"[torch.backends]\n{name} = {name}:load\n")
+    return name
+
+
+@pytest.mark.parametrize(
+    "installed, autoload, problem, remedy",
+    [
+        ("loads", True, None, None),
+        (
+            "loads",
+            False,
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0, so `import torch` does not load the device",
+            "unset it, or ",
+        ),
+        ("lacks", True, "device_lacks is not installed, so `import torch` does not load", "import device_lacks in the"),
+        (
+            "lacks",
+            False,
+            "device_lacks is not installed, so `import torch` does not load",
+            "import device_lacks in the",
+        ),
+        ("not", True, "device_not is not installed, so `import torch` does not load", "import device_not in the"),
+    ],
+)
+def test_a_device_that_import_torch_does_not_load(monkeypatch, tmp_path, installed, autoload, problem, remedy):
+    name = package_of_a_device(tmp_path, monkeypatch, installed)
+    found = info.Info()
+    info._package(found, name, autoload)
+    about = found.sections[name]
+    assert about["folder"] == str(tmp_path / name)
+    assert about["installed"].startswith("no: it is on the path only" if installed == "not" else "1.5, a copy in site")
+    assert [what.startswith(problem) and fix.startswith(remedy) for what, fix in found.problems] == [True] * bool(
+        problem
+    )
+
+
+@pytest.mark.parametrize(
+    "error, problem, remedy",
+    [
+        ("ImportError('no lib')", "import device_loads fails: ImportError: no lib", "reinstall device_loads"),
+        ("ImportError('old; rebuild with make')", "import device_loads fails: ImportError: old", "rebuild with make"),
+        ("ValueError('LEVEL: got 9; set it to 1')", "LEVEL: got 9", "set it to 1"),
+    ],
+)
+def test_a_package_that_raises(monkeypatch, tmp_path, error, problem, remedy):
+    name = package_of_a_device(tmp_path, monkeypatch, "loads", f"raise {error}")
+    found = info.Info()
+    info._package(found, name, True)
+    assert found.problems == [(problem, remedy)]
+
+
+def test_variables_of_the_environment(monkeypatch):
+    """Those of a device's package, and those of Python and PyTorch that matter."""
+    names = ("MINE_LEVEL", "OMP_NUM_THREADS", "PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+    for name in names:
+        monkeypatch.setenv(name, f"value of {name}")
+    monkeypatch.setenv("MINEOTHER", "1")
+    found = info.Info()
+    info._environment(found, {"MINE_"})
+    assert found.sections["environment"] == {name: f"value of {name}" for name in names}
+    for name in names:
+        monkeypatch.delenv(name)
+    info._environment(found, {"MINE_"})
+    assert found.sections["environment"] == {"variables": "none that matter here are set"}
+
+
+def test_a_device_that_does_not_describe_itself(monkeypatch):
+    """Its name, how many there are, and whether it computes."""
+    monkeypatch.setattr(info.backends, "registered", list)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    devices = info.collect().sections["devices"]
+    assert devices["accelerator"].startswith("openreg") and devices["count"] == str(torch.openreg.device_count())
+    assert devices["works"].startswith("yes")
+
+
+def test_the_status_says_whether_there_are_problems(monkeypatch, capsys):
+    report = info.Info()
+    monkeypatch.setattr(info, "collect", lambda modules: report)
+    arguments = argparse.Namespace(modules=[], json=None)
+    assert info.main(arguments) == 0 and "no problems" in capsys.readouterr().out
+    report.problem("it is broken", "repair it")
+    assert info.main(arguments) == 1 and "1 problem\n  - it is broken\n    Remedy: repair it" in capsys.readouterr().out
+    report.problem("it is slow", "wait")
+    assert info.main(arguments) == 1 and "2 problems" in capsys.readouterr().out
