@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import ctypes
 import functools
@@ -34,6 +35,7 @@ from openreg_tools.checker.checks import CHECKS, unbacked
 from openreg_tools.checker.checks.derivatives import derivative
 from openreg_tools.checker.report import MARKS
 from openreg_tools.forms import Wrong
+from openreg_tools.generate import search
 from openreg_tools.samples import parse
 
 ROOT = Path(__file__).parents[2]
@@ -1743,6 +1745,32 @@ def test_options_reach_the_worker(module, monkeypatch, words):
     report = checks.report
     report.results = [checks.result(i, name) for i, name in report.planned()]
     assert OPTIONS[words](report.dict()), report.dict()
+
+
+def test_options_reach_the_processes_of_generated_calls(module, monkeypatch):
+    """They import the modules that the operator and its samples are in, and have the seed, the samples and the limits."""
+    monkeypatch.syspath_prepend(module)
+    found = types.SimpleNamespace(
+        seconds=2.0, findings=[], passed=True, summary=lambda: "3 calls",
+        operators=[types.SimpleNamespace(reached=3, never="", notes=collections.Counter(memory=2, unfit=1))],
+    )  # fmt: skip
+    seen = []
+    monkeypatch.setattr(search, "search", lambda *arguments: seen.append(arguments) or found)
+    parser = argparse.ArgumentParser()
+    checker_command.add_arguments(parser)
+    words = ["my_module:my_op", "--samples=my_module:samples", "--import=json", "--generate=7", "--seed=5", "--quiet"]
+    for limit, expected in ((9, 9.0), (600, 60)):
+        asked = parser.parse_args([*words, f"--timeout={limit}"])
+        report = checker_command.prepared(asked).report
+        checker_command._generated(report, asked)
+        options, names, has = seen.pop()
+        assert vars(options) == {
+            "device": "cpu", "generate": 7, "seed": 5, "jobs": 1, "threads": 1, "timeout": expected, "quiet": True,
+            "modules": ["json", "my_module", "my_module"], "given": {"samples": "my_module:samples", "inputs": []},
+        }  # fmt: skip
+        assert names == ["mine::twice"] and has == {"mine::twice": "own"}
+        assert [result.status for result in report.results] == ["pass"] and "generated" in report.about
+        assert report.notes == ["3 calls", "Allowed in 2 generated calls: memory"] and report.seconds == 2.0
 
 
 def test_every_option_of_check_reaches_the_worker():
