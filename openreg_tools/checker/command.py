@@ -203,7 +203,7 @@ def _checked(arguments: argparse.Namespace, progress: Callable[[str], None]) -> 
 
 
 def _ended_early(report: Report, error: Exception) -> Report:
-    report.samples = ["the inputs that were being made"]
+    report.device, report.samples = report.device or "an unknown device", ["the inputs that were being made"]
     why = f"{report.operator}: the process ended while it made the inputs: {error or 'it did not answer'}"
     report.results.append(Result("runs", 0, "fail", why, "give sample inputs, and find out what ends the process"))
     report.about.setdefault("runs", "The operator accepts the sample.")
