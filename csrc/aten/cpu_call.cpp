@@ -219,7 +219,7 @@ void CpuCall::index(Slot& slot) {
 const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
   // The first argument is the one computed on, so it must not be a host tensor: x[i] accepts i on the host, but not x.
   if (devices_ == kSame && tensor.is_cpu() && !write && ((host_tensors_ && device_ >= 0) || tensor.dim() == 0)) {
-    if (!host_tensors_) check_scalar(name_, !host_storages_.empty());
+    if (!host_tensors_ && !scalars_checked_) check_scalar(name_, !host_storages_.empty());
     expect_memory(name_, tensor);
     if (tensor.has_storage())
       host_storages_.push_back(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
@@ -247,7 +247,7 @@ const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {
   TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (!tensor.defined()) return tensor;
   if (C10_UNLIKELY(!on_device(impl))) return host(tensor, write);
-  if (C10_UNLIKELY(!host_storages_.empty()) && !write) check_scalar_is_last(name_);
+  if (C10_UNLIKELY(!host_storages_.empty()) && !write && !scalars_checked_) check_scalar_is_last(name_);
   const c10::DeviceIndex index = impl->device().index();
   if (device_ < 0) {
     set_device(index);

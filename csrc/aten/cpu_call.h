@@ -53,6 +53,9 @@ class CpuCall {
   // CPU tensors that this operator takes by design (lengths, indices) may have any dimension.
   void allow_host_tensors(bool allow = true) { host_tensors_ = allow; }
 
+  // The caller has checked which arguments are CPU scalars.
+  void allow_scalars() { scalars_checked_ = true; }
+
   // Calls the kernel in the order of the device's current stream, then applies the changes to the real tensors.
   template <class Kernel>
   std::invoke_result_t<Kernel&> run(Kernel&& kernel) {
@@ -108,7 +111,7 @@ class CpuCall {
   Devices devices_;
   const char* name_;
   c10::DeviceIndex device_ = -1;
-  bool host_tensors_ = false;
+  bool host_tensors_ = false, scalars_checked_ = false;
   LendDeviceMemory lend_;
   c10::impl::ExcludeDispatchKeyGuard below_autograd_;
   std::vector<c10::StorageImpl*> host_storages_; // of the CPU tensors that were passed

@@ -1,6 +1,12 @@
 #include "host_scalars.h"
 
+#include <ATen/core/Tensor.h>
+#include <ATen/native/ForeachUtils.h>
 #include <c10/util/Exception.h>
+
+#include <cstring>
+#include <optional>
+#include <vector>
 
 namespace openreg {
 namespace {
@@ -11,36 +17,99 @@ auto& counts_table() {
       {"aten::addcmul_", HostScalars::kLast},
       {"aten::addcdiv", HostScalars::kNone}, // no allow_cpu_scalars() in build_ternary_op()
       {"aten::addcdiv_", HostScalars::kNone},
-      {"aten::lerp", HostScalars::kLast}, // cuda/Lerp.cu takes weight
-      {"aten::lerp_", HostScalars::kLast},
-      {"aten::masked_fill_", HostScalars::kLast}, // the value
-      {"aten::index_fill_", HostScalars::kLast},  // the value
       {"aten::mse_loss", HostScalars::kNone},     // gpu_kernel() in cuda/BinaryMiscOpsKernels.cu takes no CPU scalars
       {"aten::smooth_l1_loss", HostScalars::kNone},
       {"aten::where", HostScalars::kAny},         // moves them to the device
       {"aten::index", HostScalars::kAny},         // indices
       {"aten::_index_put_impl_", HostScalars::kAny},
-      {"aten::binary_cross_entropy", HostScalars::kAny}, // the weight
-      {"aten::_fused_adagrad_", HostScalars::kAny},      // the learning rate
-      {"aten::_fused_adam_", HostScalars::kAny},
-      {"aten::_fused_adamw_", HostScalars::kAny},
-      {"aten::_fused_sgd_", HostScalars::kAny},
+      {"aten::lerp", HostScalars::kNone}, // the form with a number; the others have a rule by argument
+      {"aten::lerp_", HostScalars::kNone},
   };
   return *all;
 }
+
+// The one argument that may be a CPU scalar, for operators in which the others may not; an empty one: none may.
+const std::unordered_map<std::string, std::string_view> kByArgument = {
+    {"aten::addcmul", "tensor2"},
+    {"aten::addcmul.out", "tensor2"},
+    {"aten::lerp.Tensor", "weight"}, // cuda/Lerp.cu
+    {"aten::lerp.Tensor_out", "weight"},
+    {"aten::lerp_.Tensor", "weight"},
+    {"aten::masked_fill_.Scalar", ""},
+    {"aten::masked_fill_.Tensor", "value"},
+    {"aten::index_fill_.int_Scalar", ""},
+    {"aten::index_fill_.int_Tensor", "value"},
+    {"aten::binary_cross_entropy", "weight"}, // multiplied after the kernel
+    {"aten::binary_cross_entropy.out", "weight"},
+    {"aten::_fused_adagrad_", ""},
+    {"aten::_fused_adagrad_.tensor_lr", "lr"},
+    {"aten::_fused_adam_", ""},
+    {"aten::_fused_adam_.tensor_lr", "lr"},
+    {"aten::_fused_adamw_", ""},
+    {"aten::_fused_adamw_.tensor_lr", "lr"},
+    {"aten::_fused_sgd_", ""},
+    {"aten::_fused_sgd_.tensor_lr", "lr"},
+};
 
 HostScalars find(const std::string& name) {
   const auto found = counts_table().find(name);
   return found == counts_table().end() ? HostScalars::kAny : found->second;
 }
 
+template <class Visit>
+void each_tensor(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) visit(value.toTensor());
+  else if (value.isTensorList())
+    for (const at::Tensor& t : value.toTensorList()) visit(t);
+}
+
+void check_by_argument(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const auto& arguments = op.schema().arguments();
+  const auto* first = stack.data() + stack.size() - arguments.size();
+  const std::string_view accepted = kByArgument.at(toString(op.operator_name()));
+  std::optional<c10::Device> device;
+  for (size_t i = 0; i < arguments.size(); ++i)
+    each_tensor(first[i], [&](const at::Tensor& t) {
+      if (t.defined() && t.is_privateuseone() && !device) device = t.device();
+    });
+  for (size_t i = 0; i < arguments.size(); ++i)
+    each_tensor(first[i], [&](const at::Tensor& t) {
+      TORCH_CHECK(!t.defined() || !t.is_cpu() || !device || (arguments[i].name() == accepted && t.dim() == 0),
+          "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ",
+          t.device(), "! (when checking argument for argument ", arguments[i].name(), " in method wrapper_openreg__",
+          std::string_view(op.schema().name()).substr(std::strlen("aten::")), ")");
+    });
+}
+
+// foreach_add(self, other, *, alpha): CUDA's fast kernel reads other on the device. Otherwise each element is added by
+// itself, with any scalar.
+void check_foreach_add(const c10::OperatorHandle&, const torch::jit::Stack& stack) {
+  const auto* first = stack.data() + stack.size() - 3;
+  const std::vector<at::Tensor> tensors = first[0].toTensorVector();
+  const at::Tensor& other = first[1].toTensor();
+  if (tensors.empty() || !tensors[0].is_privateuseone() || !other.is_cpu()) return;
+  TORCH_CHECK(!at::native::can_use_fast_route(std::vector<at::TensorList>{tensors}, {first[2].toScalar()}) ||
+          tensors[0].scalar_type() != other.scalar_type(),
+      "scalar tensor expected to be on ", tensors[0].device(), " but is on ", other.device());
+}
+
 } // namespace
+
+ScalarCheck scalar_check(const c10::OperatorHandle& op) {
+  const std::string name = toString(op.operator_name());
+  if (kByArgument.count(name)) return &check_by_argument;
+  return name == "aten::_foreach_add.Tensor" || name == "aten::_foreach_add_.Tensor" ? &check_foreach_add : nullptr;
+}
+
+HostScalars host_scalars_of_each(const std::string& name) {
+  return kByArgument.count(name + ".Tensor") ? HostScalars::kLast : find(name);
+}
 
 HostScalars host_scalars(std::string_view name) {
   constexpr std::string_view kForeach = "aten::_foreach_";
   if (!name.starts_with(kForeach)) return find(std::string(name));
   // If the lists are not all on one device, CUDA calls the operator itself for each element.
-  const auto each = find("aten::" + std::string(name.substr(kForeach.size())));
+  const auto each = host_scalars_of_each("aten::" + std::string(name.substr(kForeach.size())));
   return each == HostScalars::kNone ? each : HostScalars::kAny;
 }
 

@@ -85,9 +85,10 @@ class NativeKernel final : public c10::OperatorKernel {
     for (const auto& result : schema.returns()) views_ |= result.alias_info() && !result.alias_info()->isWrite();
     if (constexpr std::string_view kForeach = "aten::_foreach_"; schema.name().starts_with(kForeach)) {
       each_ = "aten::" + schema.name().substr(kForeach.size());
-      for (size_t i = 0; i < write_.size() && host_scalars(each_) == HostScalars::kLast; ++i)
+      for (size_t i = 0; i < write_.size() && host_scalars_of_each(each_) == HostScalars::kLast; ++i)
         if (schema.arguments()[i].type()->isSubtypeOf(*c10::ListType::ofTensors())) last_list_ = i;
     }
+    scalar_check_ = scalar_check(op);
     synchronizes_ = synchronizes_on_cuda(op);
     nondeterministic_ = nondeterministic_on_cuda(op);
     missing_check_ = missing_check(op);
@@ -99,6 +100,7 @@ class NativeKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
     if (takes_sizes_) plain_sizes(stack);
+    if (C10_UNLIKELY(scalar_check_ != nullptr)) scalar_check_(op, *stack);
     if (C10_UNLIKELY(!contiguous_.empty())) make_contiguous(contiguous_, op, stack);
     if (C10_UNLIKELY(synchronizes_ != nullptr) && watches_syncs())
       if (const auto* arguments = stack->data() + stack->size() - write_.size(); synchronizes_(arguments))
@@ -121,6 +123,7 @@ class NativeKernel final : public c10::OperatorKernel {
     CpuCall call(op.operator_name().name.c_str(), reads_no_data_ ? CpuCall::kAny : CpuCall::kSame);
     bool for_host = false; // the caller asks for a CPU result, which then does not belong to the device
     if (host_arguments_) call.allow_host_tensors();
+    if (scalar_check_ != nullptr) call.allow_scalars();
     const size_t count = write_.size();
     held.reserve(count);
     for (size_t i = 0; i < count && takes_device_; ++i) {
@@ -279,6 +282,7 @@ class NativeKernel final : public c10::OperatorKernel {
   bool host_arguments_ = false, host_lists_only_ = false, asks_requires_grad_ = false, reads_no_data_ = false;
   size_t host_result_ = static_cast<size_t>(-1);
   bool views_ = false; // it returns views, changes only the geometry, or gives a tensor without memory
+  ScalarCheck scalar_check_ = nullptr;
   CudaRule synchronizes_ = nullptr, nondeterministic_ = nullptr;
   MissingCheck missing_check_ = nullptr, missing_shape_check_ = nullptr;
   const Wider* wider_ = nullptr;

@@ -68,8 +68,11 @@ def test_the_last_tensor_only():
     x, scalar = torch.tensor([1.0, 2.0], device=D), torch.tensor(0.5)
     assert torch.lerp(x, x + 1, scalar).tolist() == x.lerp_(x + 1, scalar).tolist() == [1.5, 2.5]
     for wrong in ((scalar, x, x), (x, scalar, x), (x, scalar, scalar)):
-        with pytest.raises(RuntimeError, match="takes a CPU scalar as its last tensor only|takes one CPU scalar"):
+        with pytest.raises(RuntimeError, match=REFUSED):
             torch.lerp(*wrong)
+    for wrong in (torch.lerp, torch.Tensor.lerp_):  # the end, with a number as weight
+        with pytest.raises(RuntimeError, match=REFUSED):
+            wrong(x, scalar, 0.5)
     assert x.masked_fill_(x > 2, scalar).tolist() == [1.5, 0.5]
     assert x.index_fill_(0, torch.tensor([1], device=D), torch.tensor(9.0)).tolist() == [1.5, 9]
 
@@ -182,6 +185,120 @@ def test_probabilities_elsewhere():
         torch.openreg.synchronize()
     with pytest.raises(RuntimeError, match=REFUSED):
         torch.empty(2).bernoulli_(torch.ones(2, device=D))
+
+
+# ---- rules by argument ----
+
+# For each operator whose tensors do not all follow one rule: which of them CUDA accepts as CPU scalars. In
+# native_functions.yaml, only these have device_check: NoCheck; CUDA's kernels decide as follows.
+ACCEPTED_BY_CUDA = {
+    "addcmul": {"tensor2"},  # cuda/PointwiseOpsKernel.cu
+    "addcdiv": set(),
+    "lerp.Tensor": {"weight"},  # cuda/Lerp.cu
+    "lerp.Scalar": set(),  # gpu_kernel() takes no CPU scalars
+    "masked_fill_.Tensor": {"value"},  # Indexing.cpp: self and mask on one device
+    "masked_fill_.Scalar": set(),
+    "index_fill_.int_Tensor": {"value"},
+    "index_fill_.int_Scalar": set(),
+    "binary_cross_entropy": {"weight"},  # cuda/Loss.cu multiplies by it afterwards
+    "mse_loss": set(),
+    "smooth_l1_loss": set(),
+    "where.self": {"condition", "self", "other"},  # moved to the device
+    "_foreach_add.Tensor": set(),  # cuda/ForeachBinaryOpScalarTensor.cu
+    "_foreach_mul.Tensor": {"other"},  # its item() is read
+    "_foreach_div.Tensor": {"other"},
+    **{f"_fused_{name}_": set() for name in ("adam", "adamw", "sgd", "adagrad")},
+    **{f"_fused_{name}_.tensor_lr": {"lr"} for name in ("adam", "adamw", "sgd", "adagrad")},
+}
+
+
+def arguments_of(schema):
+    """Valid device arguments by name; a tensor has three elements, or none where the operator reads a number."""
+    made = {}
+    for argument in schema.arguments:
+        kind, name = str(argument.type), argument.name
+        ones = torch.ones(3, device=D)
+        zero_dim = torch.ones((), device=D)
+        if kind in ("Tensor", "Optional[Tensor]", "Tensor?"):
+            single = name in ("lr", "value", "other", "grad_scale", "found_inf") and schema.name != "aten::where"
+            made[name] = zero_dim if single else ones
+            if name in ("mask", "condition"):
+                made[name] = ones.bool()
+            elif name == "index":
+                made[name] = torch.tensor([0, 2], device=D)
+            elif name == "found_inf":
+                made[name] = torch.zeros((), device=D)
+        elif kind == "List[Tensor]":
+            made[name] = [zero_dim.clone() if name == "state_steps" else ones.clone()]
+            if name == "max_exp_avg_sqs":
+                made[name] = []
+        elif argument.has_default_value():
+            continue
+        else:
+            made[name] = {"int": 0, "bool": False, "number": 0.5, "float": 0.5}[kind.replace("Scalar", "number")]
+    return made
+
+
+@pytest.mark.parametrize("name", ACCEPTED_BY_CUDA)
+def test_each_argument_on_the_cpu(name):
+    """One after the other, as a 0-dim CPU tensor: accepted and refused as on CUDA."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    op(**arguments_of(op._schema))
+    torch.openreg.synchronize()
+    tried = set()
+    for key, value in arguments_of(op._schema).items():
+        if not isinstance(value, (torch.Tensor, list)) or value == []:
+            continue
+        several = isinstance(value, list)
+        if several and packet.startswith("_foreach"):
+            continue  # their lists may be anywhere: CUDA then calls the operator for each element
+        tried.add(key)
+        given = value[0] if several else value
+        scalar = torch.ones((), dtype=given.dtype)
+        arguments = {**arguments_of(op._schema), key: [scalar] if several else scalar}
+        if key in ACCEPTED_BY_CUDA[name]:
+            op(**arguments)
+            torch.openreg.synchronize()
+            continue
+        with pytest.raises((RuntimeError, NotImplementedError)) as error:
+            op(**arguments)
+            torch.openreg.synchronize()
+        said = str(error.value)
+        assert any(each in said for each in (REFUSED, "scalar tensor expected to be on", "is on cpu")), said
+        if packet.startswith("_fused"):
+            wrapper = f"(when checking argument for argument {key} in method wrapper_openreg__{packet})"
+            assert said.startswith(f"{REFUSED}, but found at least two devices, openreg:0 and cpu! {wrapper}")
+    assert tried >= ACCEPTED_BY_CUDA[name] and tried
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_a_fused_optimizer_wants_its_steps_on_the_device(name):
+    p = torch.ones(4, device=D, requires_grad=True)
+    optimizer = getattr(torch.optim, name)([p], lr=torch.tensor(0.1), fused=True)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = p.detach().clone()
+    optimizer.state[p]["step"] = optimizer.state[p]["step"].cpu()
+    with pytest.raises(RuntimeError, match=r"openreg:0 and cpu! \(when checking argument for argument state_steps in"):
+        optimizer.step()
+    assert torch.equal(p, before)
+    optimizer.state[p]["step"] = optimizer.state[p]["step"].to(D)
+    optimizer.step()
+
+
+def test_foreach_add_of_a_cpu_scalar():
+    """Refused where CUDA adds all tensors in one kernel: of one dtype, and with a number of the same dtype."""
+    add, number = torch.ops.aten._foreach_add, torch.tensor(1.0)
+    x = [torch.ones(2, 2, device=D) for _ in range(2)]
+    for call in (add.Tensor, torch.ops.aten._foreach_add_.Tensor):
+        with pytest.raises(RuntimeError, match="^scalar tensor expected to be on openreg:0 but is on cpu"):
+            call(x, number)
+        call(x, number.to(D))
+    assert add.Tensor(x, number.double())[0].dtype == torch.float32
+    assert add.Tensor([x[0], x[0].double()], number)[1].dtype == torch.float64
+    assert add.Tensor([torch.ones(2)], number)[0].tolist() == [2, 2]
+    assert torch._foreach_mul(x, number)[0].tolist() == [[2, 2], [2, 2]]
 
 
 # Operators that take host tensors by design, on CUDA too.
