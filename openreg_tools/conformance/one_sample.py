@@ -14,11 +14,13 @@ from openreg_tools.conformance.opinfo import (
     SEED,
     UNINITIALIZED,
     Comparison,
+    Failure,
     Mover,
     Outcome,
     Report,
     _Draws,
     draws_as_cpu,
+    first_line,
     run,
 )
 
@@ -54,6 +56,17 @@ class Sample:
 
     def forward(self, check: str = "forward") -> None:
         self.comparison(check).outcomes(*self.both(lambda move: self.call(self.op, move)))
+
+    def refuses(self, expected: type[Exception]) -> None:
+        """Call with arguments on the device for which OpInfo names the error. `Exception` names none."""
+        sample = self.sample
+        error = run(lambda _: self.op(sample.input, *sample.args, **sample.kwargs), self.device).error
+        self.report.ran["errors"] += 1
+        if isinstance(error, expected) or (error is None and expected is Exception):
+            return
+        kind, found = ("error type", first_line(error)) if error else ("no error", "none")
+        message = f"OpInfo expects {expected.__name__} for this device, found {found}"
+        self.report.failures.append(Failure("errors", kind, self.index, message))
 
     def backward(self, check: str = "backward") -> None:
         self.differentiate(lambda move: self.call(self.op, move), check)

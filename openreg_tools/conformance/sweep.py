@@ -71,6 +71,10 @@ def check(
             for i, wrong in enumerate(itertools.islice(op.error_inputs("cpu"), 4 * samples)):
                 at(f"errors, sample {i}")
                 Sample(op, wrong.sample_input, i, device, report).forward("errors")
+            if not report.failures:
+                for i, wrong in enumerate(itertools.islice(op.error_inputs(device), 4 * samples)):
+                    at(f"errors of the device, sample {i}")
+                    Sample(op, wrong.sample_input, i, device, report).refuses(wrong.error_type)
         if {"async", "async_errors"} & set(checks):
             asynchronous.check(op, dtype, device, samples, checks, report, at)
         if freed.CHECK in checks and dtype == opinfo._first_dtype(op):
