@@ -312,6 +312,7 @@ setup(
     version=f"{VERSION}+{LABEL}" if LABEL else VERSION,
     packages=[
         "openreg_ops",
+        "openreg_ops.cuda_operators",
         "openreg_ops.inductor",
         "openreg_ops.integrations",
         "openreg_ops.meta",

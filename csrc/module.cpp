@@ -227,6 +227,7 @@ PYBIND11_MODULE(_C, m) {
     py::gil_scoped_acquire gil;
     py::module_::import("openreg_ops.openreg.sync_debug").attr("_report")(operation);
   });
+  m.def("set_missing_reasons", &openreg::set_missing_reasons);
   m.def("fallback_report", [] {
     std::vector<std::tuple<std::string, uint64_t, uint64_t, uint64_t>> rows;
     for (auto& r : openreg::fallback_report()) rows.emplace_back(r.name, r.calls, r.bytes, r.nanoseconds);

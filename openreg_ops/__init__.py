@@ -82,6 +82,7 @@ try:
     from openreg_ops import (
         autograd_fallback,
         backward,
+        cuda_operators,
         distributed,
         dlpack,
         fallback,
@@ -125,6 +126,7 @@ sharing.register()
 tags.register()
 distributed.register()
 nested.register()
+cuda_operators.register()
 backends.register(Openreg())
 
 __all__ = [

@@ -33,6 +33,7 @@ struct State {
   std::vector<std::string> allow, deny;
   std::map<std::string, FallbackRecord> records;
   std::map<std::string, c10::RegistrationHandleRAII> routes;
+  std::map<std::string, std::string> missing; // reasons, by operator; written once, at import
   void (*warning)(const std::string&) = [](const std::string& message) { TORCH_WARN(message); };
 };
 State& state() {
@@ -192,9 +193,14 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
   const std::string name = toString(op.operator_name());
-  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(DispatchKey::CPU), name,
-      " has no kernel for openreg and none for the CPU to fall back to; it was called with (", describe(*stack, count),
-      "). Register a kernel for PrivateUse1 or for the CPU.");
+  if (!op.hasComputedKernelForDispatchKey(DispatchKey::CPU)) {
+    const auto missing = state().missing.find(name);
+    TORCH_CHECK_NOT_IMPLEMENTED(missing == state().missing.end(), name, " has no kernel for openreg. ", missing->second,
+        ". It was called with (", describe(*stack, count), ").");
+    TORCH_CHECK_NOT_IMPLEMENTED(false, name,
+        " has no kernel for openreg and none for the CPU to fall back to; it was called with (",
+        describe(*stack, count), "). Register a kernel for PrivateUse1 or for the CPU.");
+  }
   if (const std::string why = refusal(op); !why.empty())
     TORCH_CHECK_NOT_IMPLEMENTED(false, why, ". It was called with (", describe(*stack, count), ").");
   for (const auto& result : schema.returns())
@@ -322,6 +328,10 @@ void set_fallback_policy(const std::string& policy, std::vector<std::string> all
 
 void set_fallback_warning(void (*warn)(const std::string&)) {
   state().warning = warn;
+}
+
+void set_missing_reasons(std::map<std::string, std::string> reasons) {
+  state().missing = std::move(reasons);
 }
 
 std::vector<FallbackRecord> fallback_report() {

@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,9 @@ void set_fallback_policy(const std::string& policy, std::vector<std::string> all
 // Issues the warnings of policy "warn". TORCH_WARN reaches Python's warnings only below PyTorch's own bindings, not
 // below torch.ops, so the bindings set this.
 void set_fallback_warning(void (*warn)(const std::string& message));
+
+// Why operators have no kernel, by full name: the error says it.
+void set_missing_reasons(std::map<std::string, std::string> reasons);
 
 std::vector<FallbackRecord> fallback_report();
 void reset_fallback_report();

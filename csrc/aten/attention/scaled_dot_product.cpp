@@ -29,6 +29,20 @@ at::Tensor shape_of(const at::Tensor& t) {
   return shape;
 }
 
+// What CUDA's memory-efficient kernel takes.
+bool takes_efficient(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const std::optional<at::Tensor>& mask, bool is_causal) {
+  const auto type = query.scalar_type();
+  if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) return false;
+  const int64_t aligned = type == at::kFloat ? 4 : 8;
+  for (const at::Tensor* x : {&query, &key, &value})
+    if (x->dim() != 4 || x->scalar_type() != type || x->sym_size(3) % aligned != 0) return false;
+  return query.sym_size(0) == key.sym_size(0) && key.sym_size(0) == value.sym_size(0) &&
+      query.sym_size(1) == key.sym_size(1) && key.sym_size(1) == value.sym_size(1) &&
+      query.sym_size(3) == key.sym_size(3) && key.sym_size(2) == value.sym_size(2) &&
+      !(is_causal && mask && mask->defined());
+}
+
 // scaled_dot_product_attention makes this choice above the dispatcher, so an argument may be any wrapper: a fake
 // tensor, another subclass, a torch.func tensor. None of these has memory. The CPU's choice reads only shapes (symbolic
 // ones too), strides and dtypes, and its stub is not dispatched, so modes do not see this call.
@@ -38,6 +52,10 @@ int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
   constexpr auto math = static_cast<int64_t>(sdp::SDPBackend::math);
   const bool masked = mask && mask->defined();
   if (!query.is_privateuseone() || query.is_nested() || key.is_nested() || value.is_nested()) return math;
+  const auto& context = at::globalContext();
+  if (!context.userEnabledFlashSDP() && context.userEnabledMemEfficientSDP() &&
+      takes_efficient(query, key, value, mask, is_causal)) // as CUDA chooses without its flash kernel
+    return static_cast<int64_t>(sdp::SDPBackend::efficient_attention);
   // The flash kernel has no gradient for the mask.
   if (masked && unbatched(*mask).requires_grad()) return math;
   const auto m = masked ? std::optional(shape_of(*mask)) : std::nullopt;

@@ -1,0 +1,82 @@
+"""Dropout with a mask of bytes, depthwise convolutions, and the backward of RMS normalization."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openreg_ops.cuda_operators.registry import expect, kernel
+
+
+@kernel("_fused_dropout")
+def fused_dropout(self: Tensor, p: float, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """Keep each element with probability `p`, scaled by 1 / p; the mask has one byte for each."""
+    mask = torch.empty_like(self, dtype=torch.uint8).bernoulli_(p, generator=generator)
+    return self * mask * (1 / p), mask
+
+
+@kernel("_masked_scale")
+def masked_scale(self: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """`self * mask * scale`, the gradient of `_fused_dropout`."""
+    expect(mask.dtype == torch.uint8, "mask should be torch.uint8 dtype")
+    return self * mask * scale
+
+
+@kernel("_conv_depthwise2d")
+def conv_depthwise2d(
+    self: Tensor,
+    weight: Tensor,
+    kernel_size: list[int],
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> Tensor:
+    """A convolution in which each channel of `self` has filters of its own."""
+    return torch.conv2d(self, weight, bias, stride, padding, dilation, self.size(1))
+
+
+@kernel("_conv_depthwise2d.out")
+def conv_depthwise2d_out(
+    self: Tensor,
+    weight: Tensor,
+    kernel_size: list[int],
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    *,
+    out: Tensor,
+) -> Tensor:
+    """The same as `conv_depthwise2d`; `out` is resized."""
+    result = torch.conv2d(self, weight, bias, stride, padding, dilation, self.size(1))
+    return out.resize_(result.shape).copy_(result)
+
+
+@kernel("conv_depthwise3d")
+def conv_depthwise3d(
+    self: Tensor,
+    weight: Tensor,
+    kernel_size: list[int],
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> Tensor:
+    """The same as `conv_depthwise2d`, of volumes."""
+    return torch.conv3d(self, weight, bias, stride, padding, dilation, self.size(1))
+
+
+@kernel("_fused_rms_norm_backward")
+def fused_rms_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: list[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of input and weight, by PyTorch's decomposition."""
+    from torch._decomp.decompositions import _fused_rms_norm_backward  # imported late: it loads much
+
+    return _fused_rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask)

@@ -1,0 +1,45 @@
+"""The table of compositions, and how each enters and leaves the dispatcher."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["KERNELS", "expect", "kernel", "without_autocast"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+#: The functions, by the operator's name without its namespace, such as "mm.dtype".
+KERNELS: dict[str, Callable[..., Any]] = {}
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+
+def kernel(name: str) -> Callable[[_Function], _Function]:
+    """Add the decorated function to the table."""
+
+    def add(function: _Function) -> _Function:
+        KERNELS[name] = function
+        return function
+
+    return add
+
+
+def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Autocast has acted on the operator itself, and does not change the dtypes inside it."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def expect(condition: bool, message: str, error: type[Exception] = RuntimeError) -> None:
+    """Raise the error that CUDA raises if the condition does not hold."""
+    if not condition:
+        raise error(message)
