@@ -9,6 +9,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     "PyTorch calls cuDNN here, which only CUDA has; call the operator's function in torch.nn.functional": (
         "_cudnn_attention_backward",
         "_cudnn_attention_forward",
+        "_cudnn_attention_forward_no_dropout_inplace",
         "_cudnn_ctc_loss",
         "_cudnn_ctc_loss.Tensor",
         "_cudnn_init_dropout_state",
@@ -58,6 +59,12 @@ REASONS: dict[str, tuple[str, ...]] = {
     "It shows the random numbers of CUDA's attention to PyTorch's own tests": ("_fill_mem_eff_dropout_mask_",),
     "No function of PyTorch calls it, and its weights have an interleaved layout that PyTorch does not define; call "
     "_weight_int8pack_mm, or dequantize the weight": ("_mixed_dtypes_linear",),
+    "It scales, multiplies and adds in one kernel; call torch.nn.functional.scaled_mm and add its result": (
+        "_scaled_addmm",
+        "_scaled_addmm.out",
+        "_scaled_addmm_",
+    ),
+    "No function of PyTorch calls it; call torch.nn.functional.scaled_grouped_mm": ("_scaled_grouped_mm_v2.out",),
     "No function of PyTorch calls it; draw with a torch.Generator": (
         "_philox_key_fold_in",
         "_philox_key_split",
