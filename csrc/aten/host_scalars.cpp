@@ -67,14 +67,12 @@ void check_by_argument(const c10::OperatorHandle& op, const torch::jit::Stack& s
   const auto& arguments = op.schema().arguments();
   const auto* first = stack.data() + stack.size() - arguments.size();
   const std::string_view accepted = kByArgument.at(toString(op.operator_name()));
-  std::optional<c10::Device> device;
+  std::optional<c10::Device> device; // of the first tensor
   for (size_t i = 0; i < arguments.size(); ++i)
     each_tensor(first[i], [&](const at::Tensor& t) {
-      if (t.defined() && t.is_privateuseone() && !device) device = t.device();
-    });
-  for (size_t i = 0; i < arguments.size(); ++i)
-    each_tensor(first[i], [&](const at::Tensor& t) {
-      TORCH_CHECK(!t.defined() || !t.is_cpu() || !device || (arguments[i].name() == accepted && t.dim() == 0),
+      if (!t.defined() || (t.is_cpu() && t.dim() == 0 && arguments[i].name() == accepted)) return;
+      if (!device) device = t.device();
+      TORCH_CHECK(t.device() == *device,
           "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ",
           t.device(), "! (when checking argument for argument ", arguments[i].name(), " in method wrapper_openreg__",
           std::string_view(op.schema().name()).substr(std::strlen("aten::")), ")");

@@ -267,8 +267,9 @@ def test_each_argument_on_the_cpu(name):
         said = str(error.value)
         assert any(each in said for each in (REFUSED, "scalar tensor expected to be on", "is on cpu")), said
         if packet.startswith("_fused"):
-            wrapper = f"(when checking argument for argument {key} in method wrapper_openreg__{packet})"
-            assert said.startswith(f"{REFUSED}, but found at least two devices, openreg:0 and cpu! {wrapper}")
+            devices, blamed = ("cpu and openreg:0", "grads") if key == "self" else ("openreg:0 and cpu", key)
+            wrapper = f"(when checking argument for argument {blamed} in method wrapper_openreg__{packet})"
+            assert said.startswith(f"{REFUSED}, but found at least two devices, {devices}! {wrapper}")
     assert tried >= ACCEPTED_BY_CUDA[name] and tried
 
 
