@@ -1,12 +1,10 @@
 #include "host_scalars.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/native/ForeachUtils.h>
 #include <c10/util/Exception.h>
 
 #include <cstring>
 #include <optional>
-#include <vector>
 
 namespace openreg {
 namespace {
@@ -79,24 +77,10 @@ void check_by_argument(const c10::OperatorHandle& op, const torch::jit::Stack& s
     });
 }
 
-// foreach_add(self, other, *, alpha): CUDA's fast kernel reads other on the device. Otherwise each element is added by
-// itself, with any scalar.
-void check_foreach_add(const c10::OperatorHandle&, const torch::jit::Stack& stack) {
-  const auto* first = stack.data() + stack.size() - 3;
-  const std::vector<at::Tensor> tensors = first[0].toTensorVector();
-  const at::Tensor& other = first[1].toTensor();
-  if (tensors.empty() || !tensors[0].is_privateuseone() || !other.is_cpu()) return;
-  TORCH_CHECK(!at::native::can_use_fast_route(std::vector<at::TensorList>{tensors}, {first[2].toScalar()}) ||
-          tensors[0].scalar_type() != other.scalar_type(),
-      "scalar tensor expected to be on ", tensors[0].device(), " but is on ", other.device());
-}
-
 } // namespace
 
 ScalarCheck scalar_check(const c10::OperatorHandle& op) {
-  const std::string name = toString(op.operator_name());
-  if (kByArgument.count(name)) return &check_by_argument;
-  return name == "aten::_foreach_add.Tensor" || name == "aten::_foreach_add_.Tensor" ? &check_foreach_add : nullptr;
+  return kByArgument.count(toString(op.operator_name())) ? &check_by_argument : nullptr;
 }
 
 HostScalars host_scalars_of_each(const std::string& name) {

@@ -15,6 +15,11 @@ def _swap(*tensors: Tensor) -> list[Tensor]:
     return [tensor.transpose(1, 2) for tensor in tensors]
 
 
+def _gradients(*grads: Tensor) -> tuple[Tensor, ...]:
+    """Gradients in the strides that CUDA's kernel gives them, which graphs rely on."""
+    return tuple(grad.contiguous().transpose(1, 2) for grad in grads)
+
+
 @kernel("_scaled_dot_product_efficient_attention")
 def efficient_attention(
     query: Tensor,
@@ -60,7 +65,7 @@ def efficient_attention_backward(
         grad, q, k, v, attn_bias, forward, None, None, q.size(1), k.size(1), logsumexp, dropout_p, philox_seed,
         philox_offset, int(is_causal), grad_input_mask[3], scale=scale,
     )  # fmt: skip
-    return *_swap(*grads), grad_bias if grad_input_mask[3] else None
+    return *_gradients(*grads), grad_bias if grad_input_mask[3] else None
 
 
 @kernel("_scaled_dot_product_flash_attention")
@@ -105,11 +110,8 @@ def flash_attention_backward(
     if grad_out is None:
         return None, None, None
     grad, q, k, v, forward = _swap(grad_out, query, key, value, out)
-    return tuple(
-        _swap(
-            *aten._flash_attention_backward(
-                grad, q, k, v, forward, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-                philox_seed, philox_offset, scale=scale,
-            )
-        )
+    grads = aten._flash_attention_backward(
+        grad, q, k, v, forward, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
+        philox_offset, scale=scale,
     )  # fmt: skip
+    return tuple(_swap(*grads))

@@ -1,4 +1,4 @@
-"""Dropout with a mask of bytes, depthwise convolutions, and the backward of RMS normalization."""
+"""Dropout with a mask of bytes, depthwise convolutions, the backward of RMS normalization, and sums with a number."""
 
 from __future__ import annotations
 
@@ -80,3 +80,30 @@ def fused_rms_norm_backward(
     from torch._decomp.decompositions import _fused_rms_norm_backward  # imported late: it loads much
 
     return _fused_rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask)
+
+
+def _expect_number(tensors: list[Tensor], other: Tensor, alpha: float) -> None:
+    """CUDA's fast kernel reads the number on the device. Otherwise each element is added by itself, with any number."""
+    first = tensors[0]
+    fast = all(
+        (x.device, x.dtype) == (first.device, other.dtype) and torch.result_type(x, alpha) == x.dtype for x in tensors
+    )
+    expect(
+        not fast or other.device == first.device,
+        f"scalar tensor expected to be on {first.device} but is on {other.device}",
+    )
+
+
+@kernel("_foreach_add.Tensor")
+def foreach_add(self: list[Tensor], other: Tensor, *, alpha: float = 1) -> list[Tensor]:
+    """Add a number to each tensor."""
+    _expect_number(self, other, alpha)
+    return [torch.add(x, other, alpha=alpha) for x in self]
+
+
+@kernel("_foreach_add_.Tensor")
+def foreach_add_(self: list[Tensor], other: Tensor, *, alpha: float = 1) -> None:
+    """Add a number to each tensor, in place."""
+    _expect_number(self, other, alpha)
+    for x in self:
+        x.add_(other, alpha=alpha)
