@@ -140,8 +140,8 @@ class CallArguments {
         if (each.written)
           each.host.unsafeGetTensorImpl()->set_sizes_and_strides(
               each.real.sizes(), each.real.strides(), each.real.storage_offset());
-      } else if (captured_
-                     .copies) { // pinned memory, whose block the graph keeps even if the program resizes the tensor
+      } else if (captured_.copies) {
+        // The graph keeps the block of pinned memory even if the program resizes the tensor.
         const StorageImpl* storage = storage_of(each.alias);
         each.host = on_storage(each.alias, storage_over(storage->data(), storage->nbytes()));
       }
