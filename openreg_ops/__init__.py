@@ -80,8 +80,10 @@ try:
 
     openreg.register()
     from openreg_ops import (
+        autocast,
         autograd_fallback,
         backward,
+        checkpoint,
         cuda_operators,
         distributed,
         dlpack,
@@ -89,6 +91,7 @@ try:
         meta,
         nested,
         optim,
+        parallel,
         sharing,
         tags,
     )
@@ -120,12 +123,15 @@ from openreg_ops.tools.backend import Openreg  # noqa: E402
 autograd = autograd_fallback  # the same module under a shorter name
 
 graphs.register()
+autocast.register()
 backward.register()
+checkpoint.register()
 dlpack.register()
 sharing.register()
 tags.register()
 distributed.register()
 nested.register()
+parallel.register()
 cuda_operators.register()
 backends.register(Openreg())
 

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Operators.h>
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/jit/runtime/operator.h>
 #include <torch/library.h>
 
 namespace openreg {
@@ -20,6 +21,21 @@ at::Tensor binary_cross_entropy(const at::Tensor&, const at::Tensor&, const std:
       "binary_cross_entropy_with_logits (BCEWithLogitsLoss), or run it inside torch.autocast(\"openreg\", "
       "enabled=False)");
 }
+
+// TorchScript's operator asks only CUDA. It gives the answer of openreg_ops/autocast.py's is_autocast_enabled().
+[[maybe_unused]] const bool script_asks_the_device = [] {
+  const auto operators = torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString("aten::is_autocast_enabled"));
+  TORCH_CHECK(operators.size() == 1, "openreg_ops: expected one TorchScript operator aten::is_autocast_enabled");
+  torch::jit::deregisterOperator(c10::FunctionSchema(operators.front()->schema()));
+  torch::jit::registerOperator(torch::jit::Operator(
+      "aten::is_autocast_enabled() -> bool",
+      [](torch::jit::Stack& stack) {
+        torch::jit::push(
+            stack, at::autocast::is_autocast_enabled(at::kPrivateUse1) || at::autocast::is_autocast_enabled(at::kCUDA));
+      },
+      c10::AliasAnalysisKind::CONSERVATIVE));
+  return true;
+}();
 
 } // namespace
 

@@ -42,8 +42,6 @@ def get_rng_state_all() -> list[torch.Tensor]:
 def set_rng_state(new_state: torch.Tensor, device: torch.types.Device = None) -> None:
     """Set the state of `device`'s default generator to `new_state`, a CPU ByteTensor from `get_rng_state`."""
     if not _C.forked():
-        if not new_state.is_cpu:  # a FakeTensorMode would reject a move to the same device
-            new_state = new_state.cpu()
         default_generators[device_index(device)].set_state(new_state)
 
 

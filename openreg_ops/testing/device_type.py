@@ -22,8 +22,6 @@ class OpenregTestBase(PrivateUse1TestBase):
 
     # Test class -> names of generic tests, or of a test with its operator and dtype; "*" is the whole class.
     blocked_tests: dict[str, set[str]] = {
-        # nn.parallel.Broadcast calls torch._C._broadcast_coalesced, which only a CUDA build of torch has.
-        "TestAutogradDeviceType": {"test_unused_output_device"},
         # It fills by an index on the CPU, which no device accepts; on CUDA the test returns before that.
         "TestSortAndSelect": {"test_stable_sort_against_numpy"},
         "TestTorchDeviceType": {

@@ -1,6 +1,9 @@
 """Automatic mixed precision: PyTorch's own lists of operators and policies, and training under them."""
 
 import copy
+import io
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,6 +109,153 @@ def test_module_functions():
         torch.openreg.set_autocast_dtype(before)
     with pytest.raises(ValueError, match="autocast on openreg supports .* but got torch.float64"):
         torch.openreg.set_autocast_dtype(torch.float64)
+
+
+# Where PyTorch asks for autocast without a device, and how often.
+ASKED = {
+    "_dynamo/repro/after_dynamo.py": 1,
+    "nn/modules/activation.py": 1,
+    "nn/modules/transformer.py": 2,
+    "nn/parallel/parallel_apply.py": 1,
+    "onnx/_internal/torchscript_exporter/symbolic_opset14.py": 1,
+    "onnx/_internal/torchscript_exporter/symbolic_opset9.py": 1,
+}
+
+
+def test_where_pytorch_asks_without_a_device():
+    """The page of internals lists these places; one that PyTorch adds or removes must be looked at."""
+    root = Path(torch.__file__).parent
+    asks = re.compile(
+        r"torch\.(_C\.)?(is_autocast_enabled\(\)|[gs]et_autocast_gpu_dtype\(|set_autocast_enabled\(\w+\))"
+    )
+    found = {}
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        if not name.startswith(("testing/", "cuda/", "xpu/")) and (count := len(asks.findall(path.read_text()))):
+            found[name] = count
+    assert found == ASKED
+
+
+def asked():
+    """What code sees that does not name a device."""
+    return torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_a_question_without_a_device_is_about_the_device():
+    assert asked()[0] is False
+    with torch.autocast("openreg", dtype=torch.bfloat16):
+        assert asked() == (True, torch.bfloat16) and torch._C.is_autocast_enabled()
+        assert not torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled(device_type="cpu")
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert asked() == (True, torch.bfloat16)
+        with torch.autocast("openreg", enabled=False):
+            assert asked()[0] is False
+    with torch.autocast("cpu"):
+        assert asked()[0] is False
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert asked()[0] is True
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    with pytest.raises(TypeError, match=r"is_autocast_enabled.*must be str, not int"):
+        torch.is_autocast_enabled(3)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_code_without_a_device_turns_autocast_off_and_on_again():
+    x = torch.ones(2, 2, device="openreg")
+    with torch.autocast("openreg", dtype=torch.bfloat16):
+        enabled, dtype = asked()
+        torch.set_autocast_enabled(False)
+        assert (x @ x).dtype == torch.float32
+        torch.set_autocast_gpu_dtype(torch.float16)
+        torch.set_autocast_enabled(enabled=enabled)
+        assert (x @ x).dtype == torch.float16
+        torch.set_autocast_gpu_dtype(dtype)
+        assert (x @ x).dtype == torch.bfloat16
+    assert asked()[0] is False and not torch.is_autocast_enabled("cuda")
+    with pytest.raises(TypeError, match="must be bool, not int|invalid combination"):
+        torch.set_autocast_enabled(1)
+
+
+def asks(x):
+    return x + 1 if torch.is_autocast_enabled() else x - 1
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_graph_asks_without_a_device(compiler):
+    compiled = torch.compile(asks, backend=compiler, fullgraph=True)
+    x = torch.ones(2, device="openreg")
+    for enabled in (False, True, False):
+        with torch.autocast("openreg", enabled=enabled):
+            assert compiled(x).equal(asks(x))
+
+    @torch.compile(backend=compiler, fullgraph=True)
+    def inside(x):
+        with torch.autocast("openreg", dtype=torch.bfloat16):
+            return x + 1, torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()
+
+    assert inside(x)[1:] == (True, torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_a_script_asks_without_a_device():
+    script = torch.jit.script(asks)
+    torch.jit.save(script, file := io.BytesIO())
+    assert "torch.is_autocast_enabled()" in script.code  # PyTorch's own operator: other machines load the file too
+    for function in (script, torch.jit.load(io.BytesIO(file.getvalue()))):
+        for enabled in (False, True, False, True):
+            with torch.autocast("openreg", enabled=enabled), torch.autocast("cpu"):
+                assert function(torch.ones(1)).item() == 2 * enabled
+
+
+def layers():
+    options = {"batch_first": True, "dropout": 0.0}
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, **options)
+    return {
+        "encoder": torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        "nested": torch.nn.TransformerEncoder(layer, 1),
+        "layer": layer,
+        "norm first": torch.nn.TransformerEncoderLayer(16, 2, 32, norm_first=True, **options),
+    }
+
+
+@pytest.mark.parametrize("mode", ["inline", "async"])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("data", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", layers())
+def test_inference_of_transformers_under_autocast(name, data, weights, mode):
+    """The fused operators of inference ignore autocast; PyTorch must not take them, as on CUDA."""
+    torch.manual_seed(0)
+    model = layers()[name].to("openreg:1", weights).eval()
+    x = torch.randn(2, 5, 16, device="openreg:1", dtype=data)
+    padding = torch.zeros(2, 5, dtype=torch.bool, device="openreg:1")
+    padding[0, 3:] = name == "nested"
+    options = {"src_key_padding_mask": padding}
+    with torch.openreg.launch_mode(mode), torch.autocast("openreg", dtype=torch.bfloat16):
+        expected = model(x, **options)
+        for without in (torch.inference_mode, torch.no_grad):
+            with without():
+                result = model(x, **options)
+            assert result.dtype == expected.dtype
+            assert_close(result, expected.detach())
+    if weights == data:
+        with torch.inference_mode():
+            assert model(x, **options).dtype == data  # without autocast, the fused operators
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_inference_of_attention_under_autocast(dtype):
+    torch.manual_seed(0)
+    model = torch.nn.MultiheadAttention(16, 2, batch_first=True).to("openreg", dtype).eval()
+    x = torch.randn(2, 5, 16, device="openreg")
+    with torch.autocast("openreg", dtype=dtype):
+        expected, shares = model(x, x, x)
+        with torch.inference_mode():
+            result, others = model(x, x, x)
+    assert (result.dtype, others.dtype) == (expected.dtype, shares.dtype)
+    assert_close(result, expected.detach())
 
 
 def test_weight_casts_are_cached():

@@ -218,6 +218,63 @@ def test_checkpoint(use_reentrant, preserve):
     assert torch.openreg.get_rng_state(1).equal(state) == preserve
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("other", ["meta", "cpu", "openreg:0"])
+@pytest.mark.parametrize("place", ["first", "last", "in a list", "in a dict"])
+@pytest.mark.parametrize("mode", ["inline", "async"])
+@pytest.mark.filterwarnings("ignore:Tensor arguments, excluding CPU tensors:UserWarning")
+def test_checkpoint_with_arguments_on_other_devices(mode, place, other, use_reentrant):
+    x, extra = torch.ones(256, device="openreg:1", requires_grad=True), torch.ones(1, device=other)
+    arguments = {"first": (extra, x), "last": (x, extra), "in a list": ([extra], x), "in a dict": ({"a": [extra]}, x)}
+
+    def run(*arguments):
+        (x,) = [each for each in arguments if isinstance(each, torch.Tensor) and each.numel() == 256]
+        return F.dropout(x, 0.5)
+
+    with torch.openreg.launch_mode(mode):
+        out = torch.utils.checkpoint.checkpoint(run, *arguments[place], use_reentrant=use_reentrant)
+        torch.rand(5, device="openreg:1")
+        out.sum().backward()
+        assert x.grad.equal(out.detach())
+
+
+def test_checkpoint_without_a_tensor_of_the_device():
+    """PyTorch's choice stays."""
+    infer = torch.utils.checkpoint._infer_device_type
+    assert infer(torch.ones(1, device="meta"), 3) == "meta"
+    assert infer(torch.ones(1), [None]) == infer() == "openreg"  # the accelerator
+
+
+BAD_STATES = {
+    "of the device": (lambda state: state.to("openreg"), TypeError, "RNG state must be a torch.ByteTensor"),
+    "meta": (lambda state: state.to("meta"), TypeError, "RNG state must be a torch.ByteTensor"),
+    "int32": (lambda state: state.int(), TypeError, "RNG state must be a torch.ByteTensor"),
+    "bool": (lambda state: state.bool(), TypeError, "RNG state must be a torch.ByteTensor"),
+    "sparse": (lambda state: state.to_sparse(), TypeError, "RNG state must be a torch.ByteTensor"),
+    "list": (lambda state: state.tolist(), TypeError, "expected a torch.ByteTensor, but got list"),
+    "None": (lambda state: None, TypeError, "expected a torch.ByteTensor, but got NoneType"),
+    "too short": (lambda state: state[:-1], RuntimeError, r"expected the \d+ bytes that get_state\(\) gives, but got"),
+    "empty": (lambda state: state[:0], RuntimeError, r"expected the \d+ bytes that get_state\(\) gives, but got 0"),
+    "strided": (lambda state: torch.stack([state, state], 1)[:, 0], RuntimeError, "RNG state must be contiguous"),
+}
+SETTERS = {
+    "torch.openreg.set_rng_state": torch.openreg.set_rng_state,
+    "of device 1": lambda state: torch.openreg.set_rng_state(state, "openreg:1"),
+    "set_rng_state_all": lambda state: torch.openreg.set_rng_state_all([torch.openreg.get_rng_state(0), state]),
+    "Generator.set_state": torch.Generator("openreg").set_state,
+}
+
+
+@pytest.mark.parametrize("setter", SETTERS)
+@pytest.mark.parametrize("state", BAD_STATES)
+def test_a_state_is_a_byte_tensor_on_the_cpu(state, setter):
+    make, error, match = BAD_STATES[state]
+    before = torch.openreg.get_rng_state_all()
+    with pytest.raises(error, match=match):
+        SETTERS[setter](make(torch.openreg.get_rng_state()))
+    assert all(a.equal(b) for a, b in zip(before, torch.openreg.get_rng_state_all(), strict=True))
+
+
 def test_generators_are_pickled_and_copied():
     generator = torch.Generator("openreg:1").manual_seed(5)
     restored = pickle.loads(pickle.dumps(generator))
