@@ -88,6 +88,7 @@ try:
         distributed,
         dlpack,
         fallback,
+        imports,
         meta,
         nested,
         optim,
@@ -133,6 +134,7 @@ distributed.register()
 nested.register()
 parallel.register()
 cuda_operators.register()
+imports.after_import("safetensors", lambda: importlib.import_module("openreg_ops.integrations.safetensors"))
 backends.register(Openreg())
 
 __all__ = [

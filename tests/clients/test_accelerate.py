@@ -119,6 +119,25 @@ def test_a_device_map_names_the_device():
     torch.testing.assert_close(split(torch.ones(2, 4)).cpu(), expected)
 
 
+@pytest.mark.parametrize("second", ["openreg:1", "cpu", "disk"])
+def test_a_checkpoint_is_loaded_to_the_devices_of_a_map(second, tmp_path):
+    from safetensors.torch import save_file
+
+    def make():
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    model = make()
+    expected = model(torch.ones(2, 4))
+    save_file(model.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with accelerate.init_empty_weights():
+        empty = make()
+    loaded = accelerate.load_checkpoint_and_dispatch(
+        empty, tmp_path / "model.safetensors", {"0": "openreg:0", "1": second}, offload_folder=tmp_path / "offload"
+    )
+    assert loaded[0].weight.device == torch.device("openreg:0")
+    torch.testing.assert_close(loaded(torch.ones(2, 4)).cpu(), expected)
+
+
 def test_automatic_device_maps_take_the_cpu():
     assert set(accelerate.infer_auto_device_map(nn.Linear(4, 4)).values()) == {"cpu"}
     with pytest.raises(ValueError, match="Device openreg:0 is not recognized"):
