@@ -375,9 +375,36 @@ def _patched(watch: Watch) -> Iterator[None]:
         if _is_cuda_type(kind):
             watch.cuda(f'"{kind}"')
 
+    def profile(_: Any, *, activities: Any = None, **kwargs: Any) -> None:
+        named = set(activities or ())
+        if torch.profiler.ProfilerActivity.CUDA in named and not named & _activities(watch.types):
+            watch.cuda("ProfilerActivity.CUDA")
+
+    def table(_: Any, sort_by: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if "cuda" in (sort_by or ""):
+            watch.cuda(f'table(sort_by="{sort_by}")')
+
+    def save(_: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
+        if pin_memory and device_type == "cuda":
+            watch.cuda("save_on_cpu(pin_memory=True)")
+
+    def mesh(_: Any, device_type: str = "", *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            watch.cuda('DeviceMesh("cuda")')
+
+    def backend(_: Any, backend: Any = "") -> None:
+        if "nccl" in str(backend):
+            watch.cuda(f'backend "{backend}"')
+
     undo.append(before(torch.autocast, "__init__", autocast))
     undo.append(before(torch.amp.GradScaler, "__init__", scaler))
     undo.append(before(torch, "set_default_tensor_type", default))
+    undo.append(before(torch.profiler.profile, "__init__", profile))
+    undo.append(before(torch.autograd.profiler_util.EventList, "table", table))
+    undo.append(before(torch.autograd.graph.save_on_cpu, "__init__", save))
+    if torch.distributed.is_available():
+        undo.append(before(torch.distributed.DeviceMesh, "__init__", mesh))  # also of init_device_mesh
+        undo.append(before(torch.distributed.distributed_c10d.BackendConfig, "__init__", backend))
     try:
         yield
     finally:
@@ -417,6 +444,45 @@ def _naming_cuda(watch: Watch) -> Iterator[None]:
     finally:
         for module, kind in before:
             module.__class__ = kind
+
+
+@contextlib.contextmanager
+def noticing_decorators(root: Path, watch: Callable[[], Watch | None]) -> Iterator[None]:
+    """While active, what `custom_fwd` and `custom_bwd` decorate for CUDA reports the decorator's line when a test calls it."""
+
+    def noticing(decorate: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(decorate)
+        def decorator(function: Any = None, *, device_type: str, **options: Any) -> Any:
+            if function is None:
+                return functools.partial(decorator, device_type=device_type, **options)
+            decorated = decorate(function, device_type=device_type, **options)
+            if device_type != "cuda":
+                return decorated
+            where = place(root, sys._getframe(1))
+
+            @functools.wraps(decorated)
+            def noticed(*args: Any, **kwargs: Any) -> Any:
+                if (current := watch()) is not None:
+                    current.found("cuda", f'{decorate.__name__}(device_type="cuda")', *where)
+                    current.quiet += 1  # the autocast of custom_bwd
+                try:
+                    return decorated(*args, **kwargs)
+                finally:
+                    if current is not None:
+                        current.quiet -= 1
+
+            return noticed
+
+        return decorator
+
+    before = {name: getattr(torch.amp, name) for name in ("custom_fwd", "custom_bwd")}
+    for name, function in before.items():
+        setattr(torch.amp, name, noticing(function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(torch.amp, name, function)
 
 
 @contextlib.contextmanager
@@ -461,12 +527,19 @@ def _says_cuda(func: Any, args: tuple, kwargs: dict) -> str:
         return next((f'"{kind}"' for kind in (*args[1:], *kwargs.values()) if _is_cuda_type(kind)), "")
     named = [kwargs.get("device"), *(args if func in (torch.device, torch.Tensor.to) else ())]
     named += [each for each in args if isinstance(each, torch.device)]
+    named += args[1:] if func in (torch.Tensor.pin_memory, torch.Tensor.is_pinned) else ()
     for each in named:
         if (isinstance(each, torch.device) and each.type == "cuda") or (
             isinstance(each, str) and each.partition(":")[0] == "cuda"
         ):
             return f'device "{each}"'
     return ""
+
+
+def _activities(types: set[str]) -> set[Any]:
+    """The activities of a profile that record devices of these types."""
+    names = {"PrivateUse1" if each == torch._C._get_privateuse1_backend_name() else each.upper() for each in types}
+    return {getattr(torch.profiler.ProfilerActivity, name, None) for name in names}
 
 
 def _is_cuda_type(kind: Any) -> bool:

@@ -54,6 +54,10 @@ class Session:
             seeds = misuse.noticing_seeds(lambda: self.watch)
             seeds.__enter__()
             config.add_cleanup(lambda: seeds.__exit__(None, None, None))
+        if "cuda" in self.kinds - self.types:
+            decorators = misuse.noticing_decorators(config.rootpath, lambda: self.watch)
+            decorators.__enter__()
+            config.add_cleanup(lambda: decorators.__exit__(None, None, None))
 
     def pytest_report_header(self) -> str:
         line = f"device: {', '.join(map(str, self.devices))}"

@@ -132,7 +132,7 @@ def test_a_checkpoint_is_loaded_to_the_devices_of_a_map(second, tmp_path):
     with accelerate.init_empty_weights():
         empty = make()
     loaded = accelerate.load_checkpoint_and_dispatch(
-        empty, tmp_path / "model.safetensors", {"0": "openreg:0", "1": second}, offload_folder=tmp_path / "offload"
+        empty, str(tmp_path / "model.safetensors"), {"0": "openreg:0", "1": second}, offload_folder=tmp_path / "offload"
     )
     assert loaded[0].weight.device == torch.device("openreg:0")
     torch.testing.assert_close(loaded(torch.ones(2, 4)).cpu(), expected)

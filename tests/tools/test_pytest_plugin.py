@@ -427,6 +427,68 @@ def test_cuda_by_name(found, code, what):
         torch.set_default_tensor_type(torch.FloatTensor)  # CUDA's is taken where torch has CUDA and no GPU is there
 
 
+FUNCTIONS = """
+    import torch.distributed as dist
+    from torch.amp import custom_bwd, custom_fwd
+    from torch.autograd.graph import save_on_cpu
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.profiler import ProfilerActivity, profile
+    from torch.utils.checkpoint import checkpoint
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(device_type={device!r}, cast_inputs=torch.float32)
+        def forward(ctx, x): return x * 2
+
+        @staticmethod
+        @custom_bwd(device_type={device!r})
+        def backward(ctx, grad): return grad * 2
+
+    def attempt(make):
+        try: return make()
+        except (AssertionError, RuntimeError, ValueError): pass
+
+    def run(x):
+        x = x.requires_grad_()
+        Double.apply(x).sum().backward()
+        attempt(lambda: init_device_mesh({device!r}, (1,)))
+        attempt(lambda: DeviceMesh({device!r}, [0]))
+        attempt(lambda: dist.init_process_group({backend!r}, store=dist.HashStore(), rank=0, world_size=1))
+        with profile(activities=[ProfilerActivity.CPU, {activity}]) as prof:
+            checkpoint(torch.sin, x, use_reentrant=False)
+        attempt(lambda: prof.key_averages().table(sort_by={key!r}))
+        attempt(lambda: x.detach().cpu().pin_memory({device!r}))
+        with save_on_cpu({options}):
+            attempt(lambda: x.sin())
+        attempt(lambda: torch.is_autocast_enabled())
+        if dist.is_initialized(): dist.destroy_process_group()
+"""
+
+
+def test_cuda_in_functions_that_no_mode_sees(found):
+    body = "library.run(torch.ones(3, device=device))"
+    cuda = {"device": "cuda", "backend": "nccl", "activity": "ProfilerActivity.CUDA", "key": "cuda_time_total"}
+    library = textwrap.dedent(FUNCTIONS.format(**cuda, options="pin_memory=True"))
+    lines = ["import torch", *library.splitlines()]
+    line = lambda text: f"library.py:{next(i for i, each in enumerate(lines, 1) if text in each)}"  # noqa: E731
+    assert {*found("cuda", body, library)} == {
+        ('custom_fwd(device_type="cuda")', line("@custom_fwd")),
+        ('custom_bwd(device_type="cuda")', line("@custom_bwd")),
+        ('DeviceMesh("cuda")', line("init_device_mesh('cuda'")),
+        ('DeviceMesh("cuda")', line("DeviceMesh('cuda'")),
+        ('backend "nccl"', line("init_process_group")),
+        ("ProfilerActivity.CUDA", line("with profile")),
+        ('table(sort_by="cuda_time_total")', line("sort_by=")),
+        ('device "cuda"', line("pin_memory('cuda')")),
+        ("save_on_cpu(pin_memory=True)", line("with save_on_cpu")),
+    }
+    device = {"device": "openreg", "backend": None, "key": "device_time_total"}
+    activity, options = "ProfilerActivity.PrivateUse1", "pin_memory=True, device_type='openreg'"
+    assert found("cuda", body, textwrap.dedent(FUNCTIONS.format(**device, activity=activity, options=options))) == []
+    activity, options = "ProfilerActivity.PrivateUse1, ProfilerActivity.CUDA", ""  # every device's
+    assert found("cuda", body, textwrap.dedent(FUNCTIONS.format(**device, activity=activity, options=options))) == []
+
+
 def test_naming_cuda_changes_nothing_in_it(found):
     """Classes stay themselves, mocks work, and what a test patches is the real thing again behind it."""
     before = {name: torch.cuda.__dict__[name] for name in torch.cuda.__all__}
