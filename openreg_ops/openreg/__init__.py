@@ -78,6 +78,7 @@ def register() -> None:
 
     torch.utils.rename_privateuse1_backend("openreg")
     torch._register_device_module("openreg", module)
+    torch.accelerator.memory._snapshot = memory._snapshot
     torch.utils.generate_methods_for_privateuse1_backend(
         for_tensor=True,
         for_module=True,

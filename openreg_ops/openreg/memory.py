@@ -322,8 +322,12 @@ def _record_memory_history(
     _C.record_memory_history(on, enabled == "all", contexts.index(context), stacks == "all", max_entries)
 
 
-def _snapshot(device: torch.types.Device = None) -> dict[str, Any]:
-    """The state of device memory and its recorded history, in the format of ``torch.cuda.memory._snapshot``."""
+def _snapshot(device: torch.types.Device = None, augment_with_fx_traces: bool = False) -> dict[str, Any]:
+    """The state of device memory and its recorded history, in the format of ``torch.cuda.memory._snapshot``.
+
+    Args:
+        augment_with_fx_traces: adds the lines of FX graphs to the frames of their generated code.
+    """
     traces: list[list[dict[str, Any]]] = []
     for index in range(_C.device_count()):
         trace = []
@@ -334,18 +338,19 @@ def _snapshot(device: torch.types.Device = None) -> dict[str, Any]:
                 if entry["action"] not in _history["skip_actions"]:
                     trace.append(entry | {"frames": frames or [], "segment_pool_id": (0, 0)})
         traces.append(trace)
-    return {
+    snapshot = {
         "segments": memory_snapshot(device=device),
         "device_traces": traces,
         "allocator_settings": {},
         "external_annotations": [],
     }
+    return torch._utils._augment_memory_snapshot_stack_traces(snapshot) if augment_with_fx_traces else snapshot
 
 
-def _dump_snapshot(filename: str = "dump_snapshot.pickle") -> None:
+def _dump_snapshot(filename: str = "dump_snapshot.pickle", augment_with_fx_traces: bool = False) -> None:
     """Write `_snapshot` to a file for pytorch.org/memory_viz."""
     with open(filename, "wb") as file:
-        pickle.dump(_snapshot(), file)
+        pickle.dump(_snapshot(augment_with_fx_traces=augment_with_fx_traces), file)
 
 
 def set_per_process_memory_fraction(fraction: float, device: torch.types.Device = None) -> None:

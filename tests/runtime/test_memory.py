@@ -444,6 +444,23 @@ def test_statistics_survive_a_reset():
     assert stats["allocation.all.freed"] == 5
 
 
+@pytest.mark.parametrize("augment", [False, True])
+def test_the_accelerators_snapshot_is_the_devices(augment):
+    """PyTorch's function asks only CUDA and XPU."""
+    kept = torch.empty(3_000_000, device="openreg:1")
+    torch.openreg.memory._record_memory_history()
+    try:
+        freed = torch.empty(1000, device="openreg:1")
+        del freed
+        for device in (None, "openreg:1"):
+            snapshot = torch.accelerator.memory._snapshot(device, augment_with_fx_traces=augment)
+            assert snapshot["segments"] == torch.openreg.memory._snapshot(device, augment)["segments"]
+            addresses = [block["address"] for segment in snapshot["segments"] for block in segment["blocks"]]
+            assert kept.data_ptr() in addresses and snapshot["device_traces"][1]
+    finally:
+        torch.openreg.memory._record_memory_history(None)
+
+
 # ---- units ----
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
