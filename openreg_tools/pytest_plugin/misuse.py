@@ -11,7 +11,7 @@ import gc
 import os
 import reprlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -376,7 +376,8 @@ def _patched(watch: Watch) -> Iterator[None]:
             watch.cuda(f'"{kind}"')
 
     def profile(_: Any, *, activities: Any = None, **kwargs: Any) -> None:
-        named = set(activities or ())
+        listed = activities if isinstance(activities, Collection) else ()  # an iterator can be read only once
+        named = {key for each in listed for key in (each if isinstance(each, dict) else (each,))}
         if torch.profiler.ProfilerActivity.CUDA in named and not named & _activities(watch.types):
             watch.cuda("ProfilerActivity.CUDA")
 
