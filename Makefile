@@ -53,7 +53,7 @@ conformance: install
 	$(BIN)/python -P -m openreg_ops conformance $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -P -m openreg_ops conformance --generate 2000)
 
-mutants: install $(VENV)/.mutants
+mutants: install
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 # For x86-64-v2 and later, and one torch: dist/openreg_ops-VERSION+torchTORCH-….whl, without torch's libraries.
@@ -107,10 +107,6 @@ $(VENV)/.lint: requirements-lint.txt | $(VENV)/.requirements
 
 $(VENV)/.wheel: requirements-wheel.txt | $(VENV)/.requirements
 	$(BIN)/pip install -r requirements-wheel.txt
-	@touch $@
-
-$(VENV)/.mutants: requirements-mutants.txt | $(VENV)/.requirements
-	$(BIN)/pip install -r requirements-mutants.txt
 	@touch $@
 
 $(VENV)/.clients: tests/clients/requirements.txt | $(VENV)/.requirements

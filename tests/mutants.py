@@ -1,29 +1,29 @@
-"""``make mutants``: how many small faults, put into the Python sources on purpose, do the tests notice?
+"""``make mutants``: how many small faults, put into the sources on purpose, do the tests notice?
 
-The faults are mutmut's (a changed operator, number, argument, condition, return value), without faults in strings, which
-are mostly messages. mutmut itself cannot run them here: it replaces functions with trampolines, which Dynamo cannot trace,
-and skips decorated ones, which is what most of meta/ is. So this samples mutants with a seed, writes each into a copy of
-the tree, and runs the tests that cover its line there, the quickest of each test function first. They run in a fork of a
-process that has collected all tests, and that gives the functions of the changed file their new code. Where the line
-runs at import, and for tests that fail in a fork without any mutant, a new process does.
+It draws statements of Python and C++, each equally likely wherever it stands, and makes one change to each:
 
-A mutant counts as noticed when a test fails that passes without it, or when the tests take several times their usual
-time: the output says so. The first run measures which test covers which line (``--measure`` renews that). What has
-survived is printed as a diff. ``out/mutants/results.jsonl`` keeps every result, and ``--resume`` does not try these mutants
-again. ``tests/mutants_known.txt`` lists the survivors that no test can notice, with the reason.
+- delete: a statement, a decorator, or what an `if` or a loop does; `return x` returns None, or a default value in C++
+- drop: an operand of `and` or `or`, a condition, a conversion such as `sorted()`, a value of a format string
+- swap: two names of a statement, or two arguments of a call, change places
+- boundary: `<` and `<=`, a number and the next one, True and False
+
+Imports, annotations, docstrings, declarations and the arguments in IGNORED stay. All changes of C++ are compiled into one
+library, in which OPENREG_MUTANT selects the one that takes effect; those that do not compile are left out. Everything
+happens in a copy, out/mutants, so an interrupted run leaves the checkout as it is.
+
+tests_of() says which tests run for a file: first those that belong to `make test-fast`, then the others. A mutant
+counts as noticed if one of them fails that passes without a mutant, or if they take several times their usual time.
+``tests/mutants_known.txt`` lists the survivors that no test can notice, with the reason. The report counts them both
+ways: as survivors in its first share, not at all in its second.
 """
 
-from __future__ import annotations
-
 import argparse
+import ast
+import bisect
 import collections
 import contextlib
-import ctypes
-import difflib
 import functools
-import gc
 import itertools
-import json
 import os
 import random
 import re
@@ -32,475 +32,476 @@ import signal
 import subprocess
 import sys
 import time
-import types
-import xml.etree.ElementTree
+import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
-import coverage
-import libcst
 import pytest
-from _pytest.runner import runtestprotocol
-from libcst.metadata import MetadataWrapper, PositionProvider
-from mutmut.mutation.mutators import mutation_operators, operator_string
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out" / "mutants"
-RESULTS = OUT / "results.jsonl"
-KNOWN = ROOT / "tests" / "mutants_known.txt"
-PACKAGES = ("meta", "openreg_ops", "openreg_tools")
-OPERATORS = [each for each in mutation_operators if each[1] is not operator_string]
-# Written by setup.py; a table of arguments, of which others do as well.
-EXCLUDED = {ROOT / "openreg_ops" / "_build.py", ROOT / "openreg_tools" / "conformance" / "recipes.py"}
-# What is not there to be run twice: annotations, decorators, and what names a module's interface.
-SKIPPED = libcst.Annotation | libcst.Decorator | libcst.Import | libcst.ImportFrom
-COPY_NOT = shutil.ignore_patterns(".git", ".venv*", "build", "out", "*.egg-info", "__pycache__", ".*_cache")
-OPTIONS = ["-pno:cacheprovider", "-pno:cov", "-pno:xdist"]
-CO_NEWLOCALS = 2  # the flag of a function's code
-UNFIT = 9  # the exit status of a fork that did not find what to change
-# glibc's own, because the device refuses to work in a child of os.fork(), and the server has touched it when it collects.
-FORK = ctypes.PyDLL(None)._Fork
-COVERAGE = """[run]
-source = {sources}
-data_file = {data}
-parallel = true
-patch = _exit
-context = ${{PYTEST_CURRENT_TEST-}}
+PATHS = ("csrc", "meta", "openreg_ops", "openreg_tools")
+FAST = "fast or not (slow or processes or compiles or conformance)"  # `make test-fast`
+# The tests of a file: those of the longest beginning of its path. For openreg_tools, see tests_of().
+TESTS = {
+    "": "tests/runtime tests/backend tests/aten tests/ops tests/graph tests/tools",  # `make test-fast`
+    "csrc/aten/": "tests/aten",
+    "csrc/backend/": "tests/backend tests/runtime",
+    "csrc/ops/": "tests/ops",
+    "csrc/runtime/": "tests/runtime",
+    "meta/": "tests/ops",
+    "openreg_ops/fallback.py": "tests/aten",
+    "openreg_ops/inductor/": "tests/graph",
+    "openreg_ops/openreg/": "tests/runtime tests/backend",
+    "openreg_ops/tools/": "tests/tools/test_bench.py tests/tools/test_new_package.py",
+    "openreg_tools/": "tests/tools",
+}
+# Written by setup.py, a link, code of other packages, and a table of arguments, of which others do as well.
+EXCLUDED = re.compile("openreg_ops/(_build.py|meta/|include/|tools/templates/)|openreg_tools/conformance/recipes.py")
+IGNORED = {"strict", "flush", "help", "metavar", "description"}  # change no result
+CONVERSIONS = "abs bool clone contiguous copy detach int list reversed set sorted tuple".split()
+SWITCH = """// Written by tests/mutants.py: returns true for the mutant that takes effect.
+#pragma once
+#include <cstdlib>
+inline const int openreg_chosen = std::atoi(std::getenv("OPENREG_MUTANT") ? std::getenv("OPENREG_MUTANT") : "0");
+inline bool openreg_mutant(int number) { return number == openreg_chosen; }
 """
 
 
-@dataclass
+@dataclass(frozen=True)
 class Mutant:
-    """One fault: the file, the line, and both versions of the whole source."""
+    """One change. Each edit replaces text[start:end] of the file; "@" in C++ stands for the switch."""
 
     file: str
     line: int
-    diff: str
-    source: str
+    change: str  # such as "delete", "drop x", "swap x, y" and "0 -> 1"
+    edits: tuple[tuple[int, int, str], ...]
 
+    @property
+    def lines(self) -> range:
+        """Where it is in the file with all mutants, which has one line more before it."""
+        return range(self.line + 1, self.line + 2 + _text(self.file).count("\n", self.edits[0][0], self.edits[-1][1]))
 
-@dataclass
-class Result:
-    """What became of a mutant: `tests` were to run, and `covering` run the line."""
-
-    file: str
-    line: int
-    outcome: str  # noticed, timeout, survived, known (survived, with a reason in mutants_known.txt)
-    by: str  # the test that noticed it
-    tests: int
-    covering: int
-    seconds: float
-    diff: str
-
-
-def places(path: Path) -> Iterator[Callable[[], Mutant | None]]:
-    """Every mutant of one file, in the order of its nodes, made when called; None where nothing would change."""
-    wrapper = MetadataWrapper(libcst.parse_module(path.read_text()), unsafe_skip_copy=True)
-    positions = wrapper.resolve(PositionProvider)
-    original = wrapper.module.code
-    file = str(path.relative_to(ROOT))
-
-    def walk(node: libcst.CSTNode) -> Iterator[libcst.CSTNode]:
-        if isinstance(node, SKIPPED) or _is_dunder_all(node) or _makes_samples(node) or _asserts(node):
-            return
-        yield node
-        for child in node.children:
-            yield from walk(child)
-
-    def mutant(node: libcst.CSTNode, changed: libcst.CSTNode) -> Mutant | None:
-        source = wrapper.module.deep_replace(node, changed).code
-        lines = difflib.unified_diff(original.splitlines(), source.splitlines(), file, file, "", "", 0, "")
-        diff = "\n".join([*lines][2:])
-        return Mutant(file, positions[node].start.line, diff, source) if diff else None
-
-    for node in walk(wrapper.module):
-        for kind, operator in OPERATORS:
-            if isinstance(node, kind):
-                for changed in operator(node):
-                    if not _same(node, changed):
-                        yield functools.partial(mutant, node, changed)
-
-
-def _is_dunder_all(node: libcst.CSTNode) -> bool:
-    return isinstance(node, libcst.Assign) and libcst.Module([]).code_for_node(node.targets[0].target) == "__all__"
-
-
-def _makes_samples(node: libcst.CSTNode) -> bool:
-    """Whether it gives the sample inputs of an operator: other shapes and values there are no faults."""
-    decorators = node.decorators if isinstance(node, libcst.FunctionDef) else ()
-    return any("samples" in libcst.Module([]).code_for_node(each) for each in decorators)
-
-
-def _asserts(node: libcst.CSTNode) -> bool:
-    """Whether it is an argument that changes nothing in a right program: zip's strict=, print's flush=."""
-    return isinstance(node, libcst.Arg) and node.keyword is not None and node.keyword.value in ("strict", "flush")
-
-
-def _same(node: libcst.CSTNode, changed: libcst.CSTNode) -> bool:
-    """Whether a call differs in such arguments only."""
-
-    def text(call: libcst.Call) -> str:
-        kept = [arg for arg in call.args if not _asserts(arg)]
-        return libcst.Module([]).code_for_node(call.with_changes(args=kept)).replace(",", "").replace(" ", "")
-
-    return isinstance(node, libcst.Call) and isinstance(changed, libcst.Call) and text(node) == text(changed)
-
-
-def measure(tests: list[str], workers: int) -> None:
-    """Run the tests once under coverage, to learn which of them run which line, and how long each takes."""
-    shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir(parents=True)
-    sources = "\n    ".join(str(ROOT / each) for each in PACKAGES)
-    (OUT / "coveragerc").write_text(COVERAGE.format(sources=sources, data=OUT / "coverage"))
-    command = [sys.executable, "-m", "pytest", f"-n{workers}", "--dist=worksteal", "-p", "no:cacheprovider", *tests]
-    command += ["--cov", "--cov-context=test", f"--cov-config={OUT}/coveragerc", "--cov-report="]
-    command += [f"--junitxml={OUT}/times.xml", "-o", "junit_family=xunit1"]
-    # Processes that a test starts read the file themselves, so that their lines count for the test.
-    ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "COVERAGE_PROCESS_START": f"{OUT}/coveragerc"})
-    if ran.returncode not in (0, 1):
-        raise SystemExit(f"mutants: pytest ended with {ran.returncode} without a mutant")
-    suite = xml.etree.ElementTree.parse(OUT / "times.xml").find("testsuite")
-    if int(suite.get("errors")) or "crashed while running" in (OUT / "times.xml").read_text():
-        raise SystemExit("mutants: a test file was not measured, because it cannot be imported or ended its process")
-    if failed := int(suite.get("failures")):  # a test is left out where it fails without a mutant
-        print(f"mutants: {failed} tests fail without a mutant", flush=True)
-    combine = [sys.executable, "-m", "coverage", "combine", "--append", f"--rcfile={OUT}/coveragerc"]
-    subprocess.run(combine, cwd=ROOT, check=False)  # of processes that were still running when pytest-cov did it
+    @property
+    def key(self) -> str:
+        """What mutants_known.txt calls it, wherever its line moves."""
+        return f"{self.file}: {_text(self.file).splitlines()[self.line - 1].strip()}  =>  {self.change}"
 
 
 @functools.cache
-def _contexts(file: str) -> dict[int, set[str]]:
-    """The tests that run each line of a file; "" stands for an import outside tests."""
-    data = coverage.CoverageData(str(OUT / "coverage"))
-    data.read()
-    found = collections.defaultdict(set)
-    for line, contexts in data.contexts_by_lineno(str(ROOT / file)).items():
-        for context in contexts:
-            parts = [part for part in context.split("|") if "::" in part]
-            found[line].update({part.partition(" (")[0] for part in parts} or {""})
-            for part in parts:
-                if part.endswith(" (setup)"):  # a process that a fixture starts serves every test of the file
-                    found[line].update(_tests_of(part.partition("::")[0]))
+def _text(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
+@functools.cache
+def _starts(file: str) -> list[int]:
+    """Where each line starts, and the last one ends."""
+    return [0, *itertools.accumulate(len(line) for line in _text(file).splitlines(keepends=True))]
+
+
+def edited(text: str, edits: tuple[tuple[int, int, str], ...]) -> str:
+    """The text with these edits, in order of their starts."""
+    ends = [0, *(end for _, end, _ in edits)]
+    return "".join(text[at:start] + new for at, (start, _, new) in zip(ends, edits, strict=False)) + text[ends[-1] :]
+
+
+# ---- Python ----
+
+
+def python_places(file: str) -> Iterator[Callable[[], list[Mutant]]]:
+    """For each statement, what makes its changes."""
+    scopes: list[tuple[ast.AST, collections.Counter[str]]] = [(ast.parse(_text(file)), collections.Counter())]
+    while scopes:
+        node, bound = scopes.pop()
+        if isinstance(node, ast.stmt):
+            yield functools.partial(_python_mutants, file, node, bound)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):  # how often it binds each name
+            inside = [*ast.walk(node)]
+            bound = collections.Counter(each.arg for each in inside if isinstance(each, ast.arg))
+            bound.update(each.id for each in inside if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+                scopes.append((child, bound))
+
+
+def _python_mutants(file: str, statement: ast.stmt, bound: collections.Counter[str]) -> list[Mutant]:
+    """Each replaces the lines of the statement, or of its head, by one line."""
+    decorators, body = getattr(statement, "decorator_list", []), getattr(statement, "body", [])
+    first = min([statement.lineno, *(each.lineno for each in decorators)])
+    inner = [each.lineno for line in body for each in (line, *getattr(line, "decorator_list", []))]
+    last = min(inner) - 1 if inner else statement.end_lineno
+    line = _text(file).splitlines()[first - 1]
+    indent, is_elif = line[: statement.col_offset], line.startswith("elif", statement.col_offset)
+    if last < statement.lineno or indent.strip():
+        return []  # it shares a line
+    head = _with(statement, body=[ast.Pass()], orelse=[], finalbody=[], handlers=[]) if body else statement
+    start, end, found = _starts(file)[first - 1], _starts(file)[last], []
+    for change, new in _changes(head, bound):
+        text = ast.unparse(_replaced(head, new))
+        text = text.removesuffix("pass").rstrip() if body else text
+        text = indent + "el" * is_elif + (text.replace("\n", f"\n{indent}") if decorators else text)
+        text += "\n" * max(1, last - first + 1 - text.count("\n"))
+        found.append(Mutant(file, statement.lineno, change, ((start, end, text),)))
     return found
 
 
-@functools.cache
-def _tests_of(file: str) -> list[str]:
-    return [test for test in _seconds() if test.startswith(f"{file}::")]
+def _with(node: ast.AST, **fields: object) -> ast.AST:
+    """A shallow copy with other values of the fields that it has."""
+    return type(node)(**{name: fields.get(name, value) for name, value in ast.iter_fields(node)}, lineno=0)
 
 
-@functools.cache
-def _seconds() -> dict[str, float]:
-    cases = xml.etree.ElementTree.parse(OUT / "times.xml").iter("testcase")
-    return {f"{case.get('file')}::{case.get('name')}": float(case.get("time")) for case in cases if case.get("file")}
+def _replaced(node: object, new: dict[int, ast.AST]) -> object:
+    """A copy of the tree with new nodes, by the id() of the old ones."""
+    if id(node) in new:
+        return new[id(node)]
+    if isinstance(node, ast.AST):
+        return _with(node, **{name: _replaced(value, new) for name, value in ast.iter_fields(node)})
+    return [_replaced(each, new) for each in node] if isinstance(node, list) else node
 
 
-def runs_at_import(mutant: Mutant) -> bool:
-    return "" in _contexts(mutant.file).get(mutant.line, ())
-
-
-def covering(mutant: Mutant, budget: float) -> tuple[list[str], int]:
-    """The tests to run in `budget` seconds, and how many cover the line: of those, and then of others, first
-    the tests that name the file, then the quickest of each function."""
-    lines = _contexts(mutant.file)
-    named = re.compile(f"(?<![a-z]){re.escape(Path(mutant.file).stem)}(?![a-z])")
-    tests = lines.get(mutant.line, set()) - {""}
-    # What runs at import, such as a default, may matter to every test that uses the file or names it. And coverage sees no
-    # thread that C++ starts, such as autograd's.
-    others = set().union(*lines.values()) - {""} - tests
-    if runs_at_import(mutant):
-        tests, others = tests | others | set(filter(named.search, _seconds())), set()
-    seen: collections.Counter[str] = collections.Counter()
-    turns = []
-    for test in sorted(tests | others, key=lambda test: (_seconds().get(test, 1.0), test)):
-        function = test.partition("[")[0]
-        turns.append((test in others, not named.search(test), seen[function], test))
-        seen[function] += 1
-    chosen, spent = [], 0.0
-    for *_turn, test in sorted(turns, key=lambda each: each[:-1]):
-        takes = max(0.02, _seconds().get(test, 1.0))
-        if not chosen or spent + takes <= budget:
-            chosen.append(test)
-            spent += takes
-    return chosen, len(tests)
-
-
-def new_code(path: Path, source: str, changed: str) -> dict[tuple[str, int, bytes], types.CodeType] | None:
-    """The code in `changed` for each function of `source`; None if more than functions differs."""
-    found = {}
-
-    def walk(old: types.CodeType, new: types.CodeType) -> bool:
-        if old.co_flags & new.co_flags & CO_NEWLOCALS and old.co_freevars == new.co_freevars:
-            found[_name(old)] = new
-        elif _alone(old) != _alone(new):  # a module or a class
-            return False
-        nested = [[each for each in code.co_consts if isinstance(each, types.CodeType)] for code in (old, new)]
-        return len(nested[0]) == len(nested[1]) and all(itertools.starmap(walk, zip(*nested, strict=True)))
-
-    both = [compile(text, str(path), "exec") for text in (source, changed)]
-    return found if walk(*both) else None
-
-
-def _alone(code: types.CodeType) -> types.CodeType:
-    """Without the functions in it, and wherever its lines are."""
-    consts = tuple(each for each in code.co_consts if not isinstance(each, types.CodeType))
-    return code.replace(co_consts=consts, co_linetable=b"", co_firstlineno=1)
-
-
-def _name(code: types.CodeType) -> tuple[str, int, bytes]:
-    return code.co_qualname, code.co_firstlineno, code.co_code
-
-
-def swap(path: Path, codes: dict[tuple[str, int, bytes], types.CodeType]) -> int:
-    """Give the functions of the file this code; returns how many have it."""
-    gc.unfreeze()
-    is_path = functools.cache(lambda name: os.path.realpath(name) == os.path.realpath(path))  # meta/ has two names
-    count = 0
-    for each in gc.get_objects():
-        if type(each) is types.FunctionType and is_path(each.__code__.co_filename):
-            if code := codes.get(_name(each.__code__)):
-                each.__code__ = code
-                count += 1
-    return count
-
-
-class Server:
-    """A plugin that runs the mutants' tests in place of all tests. An outcome is survived, noticed or timeout, or unfit,
-    if this way to run the tests would not see the mutant; with it comes the test that failed."""
-
-    def __init__(self, sample: list[Mutant], total: int, budget: float, folder: Path, out: TextIO) -> None:
-        self.sample, self.total, self.budget, self.folder, self.out = sample, total, budget, folder, out
-        # Whether a test passes without a mutant, in a fork and in a new process.
-        self.passes: dict[tuple[str, str], bool] = {}
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        self.items = {item.nodeid: item for item in session.items}
-        if len(tasks := [*Path("/proc/self/task").iterdir()]) > 1:  # tests would wait for them
-            names = {(task / "comm").read_text().strip() for task in tasks}
-            raise SystemExit(f"mutants: collecting the tests has started threads, which forks lack: {sorted(names)}")
-        with open(RESULTS, "a", buffering=1) as log:  # other processes write their lines
-            for mutant in self.sample:
-                result = self.result(mutant)
-                log.write(json.dumps(asdict(result)) + "\n")
-                head = f"[{len(results())}/{self.total}] {result.outcome} {result.file}:{result.line}"
-                by = f", by {result.by}" if result.by else ""
-                ran = f"{result.tests} tests, {result.covering} cover it, {result.seconds:.1f} s{by}"
-                diff = [result.diff] if result.outcome in ("survived", "timeout") else []
-                print(f"{head}  ({ran})", *diff, sep="\n", file=self.out, flush=True)
-        return True
-
-    def result(self, mutant: Mutant) -> Result:
-        began = time.monotonic()
-        chosen, count = covering(mutant, self.budget)
-        outcome, by, rest = self.run(self.fork, mutant, [test for test in chosen if test in self.items])
-        if outcome == "survived" and rest:
-            outcome, by, _ = self.run(self.process, mutant, rest)
-        if outcome == "survived" and _key(mutant.file, mutant.diff) in _known():
-            outcome = "known"
-        seconds = time.monotonic() - began
-        return Result(mutant.file, mutant.line, outcome, by, len(chosen), count, seconds, mutant.diff)
-
-    def run(self, way: Callable, mutant: Mutant, tests: list[str]) -> tuple[str, str, list[str]]:
-        """With the tests that say nothing this way, because they fail without the mutant too."""
-        while these := [test for test in tests if self.passes.get((way.__name__, test), True)]:
-            with self.written(mutant):
-                outcome, by = way(mutant, these)
-            if outcome == "unfit":
-                return "survived", "", tests
-            if outcome != "survived" and by and (way.__name__, by) not in self.passes:
-                self.learn(way.__name__, by, these)
-            if outcome == "survived" or self.passes.get((way.__name__, by), True):
-                return outcome, by, [test for test in tests if test not in these]
-        return "survived", "", tests
-
-    def learn(self, way: str, by: str, tests: list[str]) -> None:
-        """Whether `by` passes without a mutant. A new process says so of all tests at once: its start is what takes time."""
-        if way == "fork":
-            self.passes[way, by] = self.fork(None, [by])[0] == "survived"
+def _changes(head: ast.stmt, bound: collections.Counter[str]) -> Iterator[tuple[str, dict[int, ast.AST]]]:
+    """What each change says, and its new nodes by the id() of the old ones."""
+    match head:
+        case ast.Import() | ast.ImportFrom() | ast.Global() | ast.Nonlocal() | ast.Match() | ast.Try() | ast.Pass():
             return
-        unknown = [test for test in tests if (way, test) not in self.passes]
-        outcome, failed = self.pytest(unknown)
-        if outcome != "survived" and not failed:  # it hung, or ended before it said which
-            unknown = failed = [by]
-        self.passes.update(((way, test), test not in failed) for test in unknown)
+        case ast.Expr(ast.Constant()) | ast.Assign([ast.Name("__all__")]) | ast.If(ast.Name("TYPE_CHECKING")):
+            return
+        case ast.Return() if ast.unparse(head) != "return None":
+            yield "delete", {id(head): ast.parse("return None").body[0]}
+        case ast.If(test) | ast.While(test):
+            yield "delete", {id(test): ast.Constant(False)}
+            yield "drop the condition", {id(test): ast.Constant(True)}
+        case ast.For(iter=values):
+            yield "delete", {id(values): ast.Tuple([], ast.Load())}
+        case ast.Assign(targets):
+            if all(isinstance(each, ast.Attribute | ast.Subscript) or bound[ast.unparse(each)] > 1 for each in targets):
+                yield "delete", {id(head): ast.Pass()}
+        case ast.Expr() | ast.AugAssign() | ast.Raise() | ast.Assert() | ast.Delete() | ast.Break() | ast.Continue():
+            yield "delete", {id(head): ast.Pass()}
+    for each in getattr(head, "decorator_list", []):
+        kept = [other for other in head.decorator_list if other is not each]
+        yield f"delete @{ast.unparse(each)}", {id(head): _with(head, decorator_list=kept)}
 
-    @contextlib.contextmanager
-    def written(self, mutant: Mutant) -> Iterator[None]:
-        """With the mutant in the copy of the tree, where new processes read it."""
-        path = self.folder / mutant.file
-        kept = path.read_text()
-        path.write_text(mutant.source)
-        try:
-            yield
-        finally:
-            path.write_text(kept)
-
-    def fork(self, mutant: Mutant | None, tests: list[str]) -> tuple[str, str]:
-        codes = self.codes(mutant) if mutant else {}
-        if codes is None:
-            return "unfit", ""
-        by = self.folder / "noticed_by.txt"
-        by.write_text("")
-        if not (pid := FORK()):
-            status = 1
-            try:
-                os.setsid()
-                if codes and not swap(self.folder / mutant.file, codes):
-                    os._exit(UNFIT)
-                items = [self.items[test] for test in tests]
-                for item, following in itertools.zip_longest(items, items[1:]):
-                    by.write_text(item.nodeid)
-                    if any(report.failed for report in runtestprotocol(item, nextitem=following, log=False)):
-                        break
-                else:
-                    status = 0
-            finally:
-                os._exit(status)
-        outcome = _outcome(pid, tests)
-        return outcome, "" if outcome == "survived" else by.read_text()
-
-    def codes(self, mutant: Mutant) -> dict[tuple[str, int, bytes], types.CodeType] | None:
-        """What a fork replaces: nothing, if the file is imported only there; None if that does not have its effect."""
-        if runs_at_import(mutant):
-            return None
-        path = (self.folder / mutant.file).resolve()
-        files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-        if not any(Path(file).resolve() == path for file in files if file and Path(file).name == path.name):
-            return {}
-        return new_code(self.folder / mutant.file, (ROOT / mutant.file).read_text(), mutant.source)
-
-    def process(self, mutant: Mutant, tests: list[str]) -> tuple[str, str]:
-        outcome, failed = self.pytest(tests, "-x")
-        return outcome, failed[0] if failed else ""
-
-    def pytest(self, tests: list[str], *options: str) -> tuple[str, list[str]]:
-        """Run the tests in a new process. Returns the outcome, and which have failed."""
-        (self.folder / "mutant_tests.txt").write_text("\n".join(tests))
-        output = self.folder / "output.txt"
-        command = [sys.executable, "-m", "pytest", *OPTIONS, *options, "-qrfE", "@mutant_tests.txt"]
-        opened = (os.POSIX_SPAWN_OPEN, 1, output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        file_actions = [opened, (os.POSIX_SPAWN_DUP2, 1, 2)]
-        pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=file_actions, setsid=True)
-        outcome = _outcome(pid, tests)
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", output.read_text(errors="replace"), re.MULTILINE)
-        return outcome, failed
+    ignored = [getattr(node, "annotation", None) or getattr(node, "returns", None) for node in ast.walk(head)]
+    ignored += [node for node in ast.walk(head) if isinstance(node, ast.keyword) and node.arg in IGNORED]
+    skipped = {id(inner) for node in filter(None, ignored) for inner in ast.walk(node)}
+    nodes = [node for node in ast.walk(head) if id(node) not in skipped]
+    for node in nodes:
+        match node:
+            case ast.BoolOp(op, values):
+                for each in values:
+                    kept = [other for other in values if other is not each]
+                    yield f"drop {ast.unparse(each)}", {id(node): ast.BoolOp(op, kept) if kept[1:] else kept[0]}
+            case ast.comprehension(ifs=[condition, *kept]):
+                yield f"drop {ast.unparse(condition)}", {id(node): _with(node, ifs=kept)}
+            case ast.UnaryOp(ast.Not(), operand):
+                yield "drop not", {id(node): operand}
+            case ast.IfExp(body=body):
+                yield f"drop all but {ast.unparse(body)}", {id(node): body}
+            case ast.Call(ast.Name(name), [value], []) | ast.Call(ast.Attribute(value, name), [], []):
+                if name in CONVERSIONS:
+                    yield f"drop {name}()", {id(node): value}
+            case ast.JoinedStr(parts):
+                for each in parts:
+                    if isinstance(each, ast.FormattedValue):
+                        kept = [other for other in parts if other is not each]
+                        yield f"drop {{{ast.unparse(each.value)}}}", {id(node): ast.JoinedStr(kept)}
+            case ast.Compare(ops=ops):
+                for op in ops:
+                    if new := {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}.get(type(op)):
+                        kept = [new() if other is op else other for other in ops]
+                        yield f"{type(op).__name__} -> {new.__name__}", {id(node): _with(node, ops=kept)}
+            case ast.Constant(bool() | int() as value):
+                new = not value if isinstance(value, bool) else 0 if value == 1 else value + 1
+                yield f"{value} -> {new}", {id(node): ast.Constant(new)}
+    fixed = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    fixed |= {id(node.value) for node in nodes if isinstance(node, ast.Attribute | ast.Subscript | ast.Starred)}
+    names = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    pairs = [*itertools.pairwise(node for node in names if id(node) not in fixed)]
+    pairs += [pair for node in nodes if isinstance(node, ast.Call) for pair in itertools.pairwise(node.args)]
+    for a, b in pairs:
+        if ast.unparse(a) != ast.unparse(b) and not {ast.Starred, ast.Constant} & {type(a), type(b)}:
+            yield f"swap {ast.unparse(a)}, {ast.unparse(b)}", {id(a): b, id(b): a}
 
 
-def _outcome(pid: int, tests: list[str]) -> str:
-    """When the process with the tests has ended, or taken several times as long as usual; none of its processes stays."""
-    deadline = time.monotonic() + 30 + 6 * sum(_seconds().get(test, 1.0) for test in tests)
-    while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    if not found[0]:
-        os.waitpid(pid, 0)
-        return "timeout"
-    status = os.waitstatus_to_exitcode(found[1])
-    return {0: "survived", UNFIT: "unfit"}.get(status, "noticed")
+# ---- C++ ----
+
+TOKEN = re.compile(r"""(?smx) //[^\n]* | /\*.*?\*/ | ^[ \t]*\#(?:\\\n|[^\n])*  # comments and directives, which are skipped
+    | R"(\w*)\(.*?\)\1" | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' | [A-Za-z_]\w* | \d[\w.']* | -> | :: | && | \|\|
+    | << | [<>=!+\-*/%&|^]= | \+\+ | -- | \S""")  # fmt: skip
+CONTROLS = {"if", "for", "while", "switch", "else", "do"}
+DECLARES = "auto class const constexpr enum static static_assert struct thread_local typedef using case default".split()
+BLOCK = re.compile(r"(\)|\belse|\bdo|\btry|;)(\s|\b(const|noexcept|override|mutable)\b)*(->[^;{}()]*)?$")
+DECLARATION = re.compile(r"(?:[\w:]+\s+)*[\w:]+(?:<.*>)?(?:::\w+)*[\s&*]+\w+", re.DOTALL)
 
 
-def _key(file: str, diff: str) -> str:
-    """What names a mutant in mutants_known.txt, wherever its line moves: the file and the changed lines."""
-    return " ".join([file, *(line for line in diff.splitlines() if not line.startswith("@@"))])
+class Source:
+    """The tokens of a C++ file. Positions are indices of tokens."""
+
+    def __init__(self, file: str) -> None:
+        self.file, self.text = file, _text(file)
+        found = [match for match in TOKEN.finditer(self.text) if not re.match(r"//|/\*|\s*#", match[0])]
+        self.words, self.spans = [match[0] for match in found], [match.span() for match in found]
+        self.partner: dict[int, int] = {}  # of each bracket
+        self.blocks: set[int] = set()  # braces of statements, as opposed to those of types, namespaces and lists
+        opened: list[int] = []
+        for i, word in enumerate(self.words):
+            if word in "([{":
+                opened.append(i)
+                self.blocks |= {i} if word == "{" and BLOCK.search(self.text[: self.spans[i][0]][-200:]) else set()
+            elif word in ")]}":
+                self.partner[i] = opened.pop()
+                self.partner[self.partner[i]] = i
+
+    def piece(self, first: int, last: int) -> str:
+        return self.text[self.spans[first][0] : self.spans[last][1]]
+
+    def around(self, first: int, last: int, before: str, after: str, change: str) -> Mutant:
+        """The mutant that has this before and after these tokens."""
+        start, end = self.spans[first][0], self.spans[last][1]
+        line = bisect.bisect_right(_starts(self.file), start)
+        return Mutant(self.file, line, " ".join(change.split()), ((start, start, before), (end, end, after)))
+
+    def statements(self, brace: int) -> Iterator[tuple[int, int]]:
+        """The first and the last token of each statement of a block; the last is its semicolon."""
+        start = i = brace + 1
+        while i < self.partner[brace]:
+            if self.words[i] == ";" or (self.words[i] == ":" and self.words[start] in ("case", "default")):
+                if self.words[i] == ";" and start < i:
+                    yield start, i
+                start = i + 1
+            elif self.words[i] in "([{":
+                was, i = i, self.partner[i]
+                start = i + 1 if was in self.blocks and self.words[i + 1] not in (";", ",", ")", ".", "(") else start
+            i += 1
+
+    def mutants(self) -> Iterator[Mutant]:
+        for brace in sorted(self.blocks):
+            for first, last in self.statements(brace):
+                yield from self.deleted(first, last)
+            i = brace + 1
+            while i < self.partner[brace]:
+                i = self.partner[i] if i in self.blocks else i  # which has its own turn
+                yield from self.changed(i)
+                i += 1
+
+    def deleted(self, first: int, last: int) -> Iterator[Mutant]:
+        while self.words[first] in CONTROLS:
+            first += 1 + (self.words[first + 1] == "constexpr")
+            first = self.partner[first] + 1 if self.words[first] == "(" else first
+        word = self.words[first]
+        if word == "return" and first + 1 < last:
+            yield self.around(first, last, "{ if (@) return {}; ", " }", "delete")
+        elif first < last and word not in DECLARES and re.match(r"\w|\*|\+\+|--|::", word):
+            stop = next(i for i in range(first, last + 1) if self.words[i] in ("=", "(", "{", ".", "->", "[", ",", ";"))
+            before = self.piece(first, stop - 1) if stop > first else ""
+            if word in ("delete", "throw", "return") or not DECLARATION.fullmatch(before):
+                yield self.around(first, last, "{ if (!@) { ", " } }", "delete")
+
+    def changed(self, i: int) -> Iterator[Mutant]:
+        """The changes of one token and what it joins."""
+        word, before, after = self.words[i], self.words[i - 1], self.words[i + 1]
+        spaced = (self.text[self.spans[i][0] - 1] + self.text[self.spans[i][1]]).isspace()
+        if word in ("&&", "||") and spaced:
+            on, off = ("(@ || (", "))") if word == "&&" else ("(!@ && (", "))")
+            for first, last in ((self.operand(i, -1), i - 1), (i + 1, self.operand(i, 1))):
+                yield self.around(first, last, on, off, f"drop {self.piece(first, last)}")
+        elif word in ("if", "while") and after == "(":
+            first, last = i + 2, self.partner[i + 1] - 1
+            if not {";", "=", "auto"} & {*self.words[first : last + 1]}:
+                yield self.around(first, last, "(!@ && (", "))", "delete")
+                yield self.around(first, last, "(@ || (", "))", "drop the condition")
+        elif word in ("<", "<=", ">", ">=") and spaced:  # the other operator is this one with the next number
+            other, shift = {"<": ("<=", ""), "<=": ("<", "-"), ">": (">=", "-"), ">=": (">", "")}[word]
+            yield self.around(i, i, "", f" {shift}@ +", f"{word} -> {other}")
+        elif re.fullmatch(r"\d+[uUlL]*", word) and before not in ("case", "<"):
+            new, shift = (0, "-") if word == "1" else (int(word.rstrip("uUlL")) + 1, "+")
+            yield self.around(i, i, "(", f" {shift} @)", f"{word} -> {new}")
+        elif word in ("true", "false"):
+            yield self.around(i, i, "(", " != @)", f"{word} -> {'false' if word == 'true' else 'true'}")
+        elif word == "(" and re.match(r"\w|>", before) and before not in {*CONTROLS, "catch", "return", "sizeof"}:
+            yield from self.swapped(i)
+
+    def operand(self, operator: int, step: int) -> int:
+        """The last token of the operand in this direction."""
+        i, opens = operator + step, "([{" if step > 0 else ")]}"
+        while self.words[i] in opens or self.words[i] not in set("([{}]),;?:=") | {"return", "&&", "||"}:
+            i = (self.partner[i] if self.words[i] in opens else i) + step
+        return i - step
+
+    def swapped(self, bracket: int) -> Iterator[Mutant]:
+        """Two neighbors among the arguments of a call: names, members and calls without commas."""
+        bounds, i = [bracket], bracket + 1
+        while i < self.partner[bracket]:
+            i = self.partner[i] if self.words[i] in "([{" else i
+            bounds += [i] * (self.words[i] == ",")
+            i += 1
+        arguments = [(a + 1, b - 1) for a, b in itertools.pairwise([*bounds, self.partner[bracket]]) if a + 1 < b]
+        for a, b in itertools.pairwise(arguments):
+            x, y = self.piece(*a), self.piece(*b)
+            if x != y and not any(re.search(r'[<>{}"]|\w[\s&*]+\w|^[\d-]|\[\W', each) for each in (x, y)):
+                edits = self.around(*a, f"(@ ? {y} : ", ")", "").edits + self.around(*b, f"(@ ? {x} : ", ")", "").edits
+                yield Mutant(self.file, self.around(*a, "", "", "").line, f"swap {x}, {y}", edits)
+
+
+def cpp_places(file: str) -> Iterator[Callable[[], list[Mutant]]]:
+    """For each line that has changes, what gives them."""
+    found = collections.defaultdict(list)
+    for mutant in Source(file).mutants():
+        found[mutant.line].append(mutant)
+    for mutants in found.values():
+        yield functools.partial(list, mutants)
+
+
+def switched(file: str, numbered: dict[Mutant, int]) -> str:
+    """The C++ file with all of these mutants, each behind its number."""
+    edits = []
+    for mutant, number in numbered.items():
+        switch = f"::openreg_mutant({number})"
+        edits += [(start, end, new.replace("@", switch), mutant.line) for start, end, new in mutant.edits]
+    edits.sort(key=lambda edit: (edit[0], -edit[3]))  # where ends meet, what began last ends first
+    return '#include "openreg_mutant.h"\n' + edited(_text(file), tuple(edit[:3] for edit in edits))
+
+
+def build(tree: Path, mutants: list[Mutant]) -> dict[Mutant, int]:
+    """Compile all mutants into the library of the tree. Returns the numbers of those that compile."""
+    (tree / "csrc/openreg_mutant.h").write_text(SWITCH)
+    ninja = [sys.executable, "-m", "ninja", "-k", "0", "-f", next(tree.glob("build/*/build.ninja"))]
+    numbers = {mutant: number for number, mutant in enumerate(mutants, 1)}
+    while True:
+        for file in {mutant.file for mutant in mutants}:
+            here = {mutant: number for mutant, number in numbers.items() if mutant.file == file}
+            if (tree / file).read_text() != (new := switched(file, here)):
+                (tree / file).write_text(new)
+        print(f"compiling {len(numbers)} mutants of C++", flush=True)
+        said = subprocess.run(ninja, cwd=tree, stdout=subprocess.PIPE, text=True)
+        if not said.returncode:
+            subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, check=True)
+            return numbers
+        wrong: set[Mutant] = set()
+        for lines in (re.findall(r".* error: .*", said.stdout), said.stdout.splitlines()):
+            found = {place for line in lines for place in re.findall(r"(csrc/[\w/.]+):(\d+)[:,]", line)}
+            at = {(file, int(line)) for file, line in found}
+            wrong = wrong or {mutant for mutant in numbers if at & {(mutant.file, line) for line in mutant.lines}}
+        if not wrong:
+            raise SystemExit(f"mutants: the build fails, and not at a mutant:\n{said.stdout[-5000:]}")
+        numbers = {mutant: number for mutant, number in numbers.items() if mutant not in wrong}
 
 
 @functools.cache
-def _known() -> set[str]:
-    """Blocks of: a comment line with the reason, a line with the file, and the diff."""
-    blocks = KNOWN.read_text().split("\n\n") if KNOWN.exists() else []
-    lines = [[line for line in block.splitlines() if not line.startswith("#")] for block in blocks]
-    return {" ".join(block) for block in lines if block}
+def without_mutant(tests: str, marker: str) -> tuple[float, list[str]]:
+    """How long the tests take without a mutant, and which of them fail."""
+    began = time.monotonic()
+    failing = run(tests, marker, 0, 3600)
+    print(*(f"Without a mutant {test} fails.\n" for test in failing), sep="", end="", flush=True)
+    return time.monotonic() - began, failing
 
 
-def package(file: str) -> str:
-    """The row that a file counts in."""
-    parts = file.removesuffix(".py").split("/")
-    return parts[0] if len(parts) == 2 and parts[0] == "meta" else "/".join(parts[:2])
+def noticed_by(mutant: Mutant, number: int, markers: list[str]) -> str:
+    """The test that notices the mutant, or ""."""
+    path, tests = OUT / mutant.file, tests_of(mutant.file)
+    for marker in markers:
+        seconds, failing = without_mutant(tests, marker)
+        if not number:
+            path.write_text(edited(_text(mutant.file), mutant.edits))
+        failed = run(tests, marker, number, 60 + 4 * seconds, "-x", *(f"--deselect={test}" for test in failing))
+        if not number:
+            path.write_text(_text(mutant.file))
+        if failed:
+            return failed[0]
+    return ""
 
 
-def results() -> list[Result]:
-    """Of every mutant that has been tried."""
-    return [Result(**json.loads(line)) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+def run(tests: str, marker: str, number: int, timeout: float, *options: str) -> list[str]:
+    """Returns the tests that fail, or else why pytest did."""
+    paths = [str(path.relative_to(OUT)) for each in tests.split() for path in OUT.glob(each)]
+    command = [sys.executable, "-m", "pytest", "-qrfE", "-pno:cacheprovider", "-n3", "--dist=loadfile"]
+    command += ["--no-loadscope-reorder", "-m", marker, *options, *paths]
+    env = dict(os.environ, PYTHONPATH=str(OUT), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+    env |= {
+        "OPENREG_MUTANT": str(number),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+    }  # which would keep other mutants' graphs
+    process = subprocess.Popen(
+        command, cwd=OUT, env=env, text=True, errors="replace", start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return [f"timeout, {timeout:.0f} s"]
+    finally:  # also after Ctrl-C
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return []
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - |$)", said, re.MULTILINE)
+    return failed or [f"pytest's exit status {process.returncode}"]
 
 
-def serve(sample: list[Mutant], total: int, budget: float, workers: int) -> None:
-    """Run the tests of each mutant, in processes that share the sample."""
-    processes = []
-    for i in range(workers):
-        if not (process := os.fork()):
-            try:
-                _serve(sample[i::workers], total, budget, OUT / f"tree{i}")
-            finally:
-                os._exit(1)
-        processes.append(process)
-    if any([os.waitpid(process, 0)[1] for process in processes]):
-        raise SystemExit("mutants: a process ended before it had tried its mutants; --resume tries the rest")
+def tests_of(file: str) -> str:
+    """The tests that run for a file: TESTS' row, or for part NAME of openreg_tools those in test_NAME*.py."""
+    name = file.removesuffix(".py").split("/")[1]
+    if file.startswith("openreg_tools/") and [*ROOT.glob(f"tests/tools/test_{name}*.py")]:
+        return f"tests/tools/test_{name}*.py"
+    return TESTS[max((start for start in TESTS if file.startswith(start)), key=len)]
 
 
-def _serve(sample: list[Mutant], total: int, budget: float, folder: Path) -> None:
-    """In a copy of the tree; ends the process."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT, folder, symlinks=True, ignore=COPY_NOT)
-    os.chdir(folder)
-    sys.path[:] = [str(folder), *(each for each in sys.path if each not in ("", str(ROOT / "tests")))]
-    sys.dont_write_bytecode = True
-    os.environ.update(PYTHONPATH=str(folder), OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
-    files = sorted({test.partition("::")[0] for test in _seconds()})
-    with os.fdopen(os.dup(1), "w") as out:  # pytest captures what it prints
-        server = Server(sample, total, budget, folder, out)
-        status = pytest.main(["-q", *OPTIONS, "--rootdir", str(folder), *files], plugins=[server])
-    os._exit(status)
+def draw(paths: list[str], seed: int) -> Iterator[Mutant]:
+    """One mutant of each statement, in random order. Each kind of change that it has is equally likely."""
+    rng = random.Random(seed)
+    found = {str(each.relative_to(ROOT)) for path in paths for each in [ROOT / path, *(ROOT / path).rglob("*")]}
+    files = [name for name in sorted(found) if name.endswith((".py", ".cpp", ".h")) and not EXCLUDED.match(name)]
+    places = [make for file in files for make in (python_places if file.endswith(".py") else cpp_places)(file)]
+    rng.shuffle(places)
+    for make in places:
+        kinds = collections.defaultdict(list)
+        for mutant in make():
+            kinds["boundary" if "->" in mutant.change else mutant.change.split()[0]].append(mutant)
+        with contextlib.suppress(SyntaxError), warnings.catch_warnings(action="ignore"):
+            if kinds:
+                mutant = rng.choice(kinds[rng.choice(sorted(kinds))])
+                if mutant.file.endswith(".py"):  # C++ is compiled later
+                    compile(edited(_text(mutant.file), mutant.edits), mutant.file, "exec")
+                yield mutant
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="make mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "paths", nargs="*", default=PACKAGES, help="files or folders to change (default: all three packages)"
-    )
-    parser.add_argument("--sample", type=int, default=300, help="how many mutants (default: 300)")
+def main() -> None:
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__, formatter_class=raw)
+    parser.add_argument("paths", nargs="*", default=PATHS, help=f"what to change (default: {' '.join(PATHS)})")
+    parser.add_argument("--sample", type=int, default=100, help="how many mutants (default: 100)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--budget", type=float, default=60, help="seconds of tests for each mutant (default: 60)")
-    parser.add_argument("--measure", action="store_true", help="measure again which test covers which line")
-    parser.add_argument("--tests", nargs="+", default=["tests"], help="the tests to measure")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one for each core)")
-    parser.add_argument("--resume", action="store_true", help="do not try again what the last run has tried")
+    parser.add_argument("--quick", action="store_true", help="run only tests of `make test-fast`")
+    parser.add_argument("--list", action="store_true", help="print the mutants, and run nothing")
     arguments = parser.parse_args()
-    if arguments.measure or not (OUT / "times.xml").exists():
-        measure(arguments.tests, arguments.workers)
 
-    files = sorted({file for path in arguments.paths for file in _python_files(ROOT / path)})
-    every = [place for file in files for place in places(file)]
-    random.Random(arguments.seed).shuffle(every)
-    sample = [*itertools.islice(filter(None, (place() for place in every)), arguments.sample)]
-    print(f"about {len(every):,} mutants of {len(files)} files; {len(sample)} with seed {arguments.seed}", flush=True)
-
-    if not arguments.resume:
-        RESULTS.unlink(missing_ok=True)
-    tried = {_key(result.file, result.diff) for result in results()}
-    sample = [mutant for mutant in sample if _key(mutant.file, mutant.diff) not in tried]
-    serve(sample, len(tried) + len(sample), arguments.budget, arguments.workers)
-    rows = collections.defaultdict(collections.Counter)
-    for result in results():
-        rows[package(result.file)][result.outcome] += 1
-        rows["all"][result.outcome] += 1
-    print(f"\n{'':32}  mutants  noticed  timeout  known  survived  score")
+    drawn = [*itertools.islice(draw(arguments.paths, arguments.seed), arguments.sample)]
+    if arguments.list:
+        return print(*(f"{mutant.line:5} {mutant.key}" for mutant in drawn), sep="\n")
+    shutil.rmtree(OUT, ignore_errors=True)
+    ignored = shutil.ignore_patterns(".git", ".venv*", "out", "*.egg-info", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, OUT, symlinks=True, ignore=ignored)
+    cpp = [mutant for mutant in drawn if not mutant.file.endswith(".py")]
+    numbers = build(OUT, cpp) if cpp else {}
+    sample = [mutant for mutant in drawn if mutant in numbers or mutant not in cpp]
+    markers = [FAST] if arguments.quick else [FAST, f"not ({FAST})"]
+    known = (ROOT / "tests/mutants_known.txt").read_text().splitlines()
+    rows: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for count, mutant in enumerate(sample, 1):
+        by = noticed_by(mutant, numbers.get(mutant, 0), markers)
+        outcome = "noticed" if by else "known" if mutant.key in known else "survived"
+        print(f"[{count}/{len(sample)}] {outcome}, line {mutant.line} of {mutant.key}  {by}", flush=True)
+        for row in ("/".join(mutant.file.split("/")[:-1][:2]), "all"):
+            rows[row][outcome] += 1
+    print(f"\n{len(drawn)} statements with seed {arguments.seed}; {len(drawn) - len(sample)} changes do not compile")
+    print(f"{'':32}  noticed  survived  known  noticed of all  of all but known")
     for name, row in sorted(rows.items(), key=lambda each: (each[0] == "all", each[0])):
-        score = (row["noticed"] + row["timeout"]) / max(1, row.total() - row["known"])
-        counts = f"{row['noticed']:9}{row['timeout']:9}{row['known']:7}{row['survived']:10}"
-        print(f"{name:32}{row.total():9}{counts}{score:7.0%}  {'#' * round(20 * score)}")
-    return 0
-
-
-def _python_files(path: Path) -> list[Path]:
-    found = [path] if path.is_file() else path.rglob("*.py")
-    return [file for file in found if file not in EXCLUDED and not file.is_relative_to(ROOT / "openreg_ops" / "meta")]
+        shares = f"{row['noticed'] / row.total():16.0%}{row['noticed'] / max(1, row.total() - row['known']):18.0%}"
+        print(f"{name:32}{row['noticed']:9}{row['survived']:10}{row['known']:7}{shares}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
