@@ -23,9 +23,9 @@ def test_stress_under_sanitizers(sanitizers, tmp_path):
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     environment = {**os.environ, "OPENREG_DEVICE_MEMORY": "2GiB", "OPENREG_DEVICE_COUNT": "2"}
-    seconds = os.environ.get("OPENREG_STRESS_SECONDS", "6")
-    for isolation in ("auto", "strict"):
+    for isolation, usual in (("auto", "5"), ("strict", "2")):
         environment["OPENREG_ISOLATION"] = isolation
+        seconds = os.environ.get("OPENREG_STRESS_SECONDS", usual)
         ran = subprocess.run([program, seconds], capture_output=True, text=True, env=environment)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert "0 wrong" in ran.stdout and "WARNING" not in ran.stderr and "ERROR" not in ran.stderr
