@@ -31,9 +31,12 @@ PARALLEL := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest --numproces
 test: install
 	$(if $(ARGS),$(BIN)/pytest $(ARGS),$(PARALLEL))
 
+# Of tests/tools and tests/project, the files of what most changes reach.
+FAST := runtime backend aten ops graph $(addprefix tools/test_,$(addsuffix .py,checker checker_sentences compare explain \
+	forms operators_command pytest_plugin trace)) $(addprefix project/test_,$(addsuffix .py,docstrings imports includes internals))
+
 test-fast: install
-	$(PARALLEL) -m "fast or not (slow or processes or compiles or conformance)" \
-		$(addprefix tests/,runtime backend aten ops graph) $(ARGS)
+	$(PARALLEL) -m "fast or not (slow or processes or compiles or conformance)" $(addprefix tests/,$(FAST)) $(ARGS)
 
 # The site, build/docs/index.html; a warning is an error, as in tests/project/test_site.py.
 docs: install

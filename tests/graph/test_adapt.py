@@ -162,6 +162,7 @@ def test_exact_division_of_what_the_graph_makes():
     assert torch.equal(function().cpu(), torch.arange(1000, dtype=torch.float32) / 49.0)
 
 
+@pytest.mark.fast
 def test_exact_division_leaves_the_cpu_alone():
     """There a constant is one, for which mkldnn_lowerings asks too."""
     from torch._inductor import ir, lowering
@@ -218,6 +219,7 @@ def test_flex_attention_backward():
         torch.compile(attention)(q).sum().backward()
 
 
+@pytest.mark.fast
 def test_every_adaptation_has_a_test():
     """By name."""
     from openreg_ops.inductor import adapt  # loads Inductor

@@ -59,6 +59,7 @@ def test_the_device_is_registered_after_a_search_and_an_interrupted_import():
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
 
 
+@pytest.mark.fast
 def test_the_interface_is_that_of_the_device():
     """Of the device, and of Inductor's compile processes, which know only the first three."""
     found = torch._dynamo.device_interface.get_interface_for_device("openreg")
@@ -72,6 +73,7 @@ def test_the_interface_is_that_of_the_device():
     assert torch.openreg.current_device() == 0
 
 
+@pytest.mark.fast
 def test_constants_of_the_device():
     def function(x):
         index = torch.openreg.current_device() + torch.accelerator.current_device_index()
@@ -83,6 +85,7 @@ def test_constants_of_the_device():
     assert_close(compiled(function)(x), function(x))
 
 
+@pytest.mark.fast
 def test_the_current_device_is_guarded():
     def function(x):
         return x + torch.openreg.current_device()
@@ -117,6 +120,7 @@ def test_two_devices_in_one_graph():
     assert [result.device.index for result in results] == [1, 0]
 
 
+@pytest.mark.fast
 def test_synchronize():
     def function(x):
         y = x * 2
@@ -208,6 +212,7 @@ def test_a_graph_break(backend):
     assert_close(torch.tensor(seen[0]), x.sin().cpu())
 
 
+@pytest.mark.fast
 def test_a_graph_for_each_device_and_dtype():
     counter = torch._dynamo.testing.CompileCounter()
     graph = torch.compile(lambda x: x + 1, backend=counter, fullgraph=True)

@@ -63,6 +63,7 @@ def run(code, *args, **environment):
     return done.stdout
 
 
+@pytest.mark.fast
 def test_a_program_is_saved_and_loaded(model, program, tmp_path):
     torch.export.save(program, tmp_path / "program.pt2")
     loaded = torch.export.load(tmp_path / "program.pt2").module()

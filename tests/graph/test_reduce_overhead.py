@@ -90,6 +90,7 @@ def test_parameters_that_move(said):
     assert not said[1]
 
 
+@pytest.mark.fast
 def test_random_numbers(said):
     x = torch.ones(100, device="openreg")
     expected, actual = both(lambda x: nn.functional.dropout(x), [lambda: (x,)] * 4)
@@ -114,6 +115,7 @@ def test_aliases(said):
     assert len(said[0]) == 1
 
 
+@pytest.mark.fast
 def test_results_that_are_one_tensor(said):
     def function(x):
         y = x * 2
@@ -249,6 +251,7 @@ def test_strides_and_empty_inputs(said):
     assert len(said[0]) == 2
 
 
+@pytest.mark.fast
 def test_mutated_inputs_run_as_before(said):
     def function(x):
         x.add_(1)

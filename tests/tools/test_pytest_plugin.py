@@ -243,6 +243,7 @@ def test_the_header_says_what_is_not_seen(pytester, run):
         run(f"--device={device}", *misuse).stdout.fnmatch_lines([line])
 
 
+@pytest.mark.processes
 def test_another_device_does_without_openreg(pytester, run, monkeypatch):
     pytester.makepyfile("""
         import sys, torch
@@ -526,6 +527,7 @@ def test_tests_skipped_for_want_of_cuda(pytester, run):
     assert one["in_tests"] and (one["kind"], one["what"], one["count"]) == ("cuda", "needs a GPU", 1)
 
 
+@pytest.mark.processes
 def test_the_checker_passes_under_the_watch(pytester, run):
     """Its fake tensors have unknown sizes, and torch.func copies numbers."""
     pytester.makepyfile("""
@@ -537,6 +539,7 @@ def test_the_checker_passes_under_the_watch(pytester, run):
     run("--device=openreg", "--device-misuse=all", process=True).assert_outcomes(passed=1)
 
 
+@pytest.mark.processes
 def test_host_access(found):
     library = """
         import ctypes
@@ -549,6 +552,7 @@ def test_host_access(found):
     assert found("host", body, library.replace("host = x", "host = x.cpu()"), process=True) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("isolation", ["auto", "strict"])
 def test_host_access_in_any_isolation_of_the_run(pytester, run, monkeypatch, isolation):
     monkeypatch.setenv("OPENREG_ISOLATION", isolation)
@@ -562,6 +566,7 @@ def test_host_access_in_any_isolation_of_the_run(pytester, run, monkeypatch, iso
     result.stdout.fnmatch_lines(["      1  test_host_*.py:2  read device memory"])
 
 
+@pytest.mark.processes
 def test_host_access_by_numpy(found):
     body = "library.first(torch.ones(3, device=device))"
     library = "def first(x): return x.numpy()[0]"
@@ -570,6 +575,7 @@ def test_host_access_by_numpy(found):
     assert found("host", body, library.replace("x.numpy", "x.cpu().numpy"), process=True) == []
 
 
+@pytest.mark.processes
 def test_the_run_goes_on_after_a_host_access(pytester, run):
     pytester.makepyfile("""
         import ctypes, pytest, torch
@@ -610,6 +616,7 @@ def test_a_debugger_has_the_terminal(pytester, run, option, isolated):
     result.assert_outcomes(passed=1)
 
 
+@pytest.mark.processes
 def test_more_finished_tests_than_an_environment_variable_holds(pytester, run):
     pytester.makepyfile("""
         import ctypes, pytest, torch
@@ -621,6 +628,7 @@ def test_more_finished_tests_than_an_environment_variable_holds(pytester, run):
     run("--device=openreg", "--device-misuse=host", process=True).assert_outcomes(passed=21, failed=1)
 
 
+@pytest.mark.processes
 def test_a_property_that_is_no_json(pytester, run):
     pytester.makepyfile("""
         def test_it(device, record_property): record_property("device", device)
@@ -642,6 +650,7 @@ def test_a_property_that_is_no_json(pytester, run):
     ],
     ids=["exit", "exit-0", "interrupt", "shouldstop", "shouldfail"],
 )
+@pytest.mark.processes
 def test_a_test_that_stops_the_run(pytester, run, body, status, sentence):
     """It stops the one that shows the reports, with the same status."""
     pytester.makepyfile(f"""
@@ -676,6 +685,7 @@ OTHER_IDS = "@pytest.mark.parametrize('n', [os.getpid()])"
     ],
     ids=["crash", "collection", "skip", "ids", "ids-crash"],
 )
+@pytest.mark.processes
 def test_tests_that_an_isolated_process_cannot_run(pytester, run, code, sentences):
     pytester.makepyfile(
         f"import ctypes, os, pytest\nstrict = os.environ.get('OPENREG_ISOLATION') == 'strict'\n{code}\n"
@@ -687,6 +697,7 @@ def test_tests_that_an_isolated_process_cannot_run(pytester, run, code, sentence
     assert result.parseoutcomes().get("failed", 0) == ("abort" in code)  # else it ended before the first
 
 
+@pytest.mark.processes
 def test_a_run_within_a_test(pytester, run):
     """It is a separate run, which reports only to its test."""
     pytester.makeconftest("pytest_plugins = ['pytester']")
@@ -877,6 +888,7 @@ def test_random_numbers_of_the_cpu(found):
 PAGE = Path(__file__).parents[2] / "docs/testing-your-library.md"
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not PAGE.exists(), reason="needs the source tree")
 def test_the_page_shows_what_its_command_prints(pytester, run):
     """Runs the page's own example; tests/suites/test_suites.py runs the open-source suite."""
@@ -959,6 +971,7 @@ def test_forbidden_kinds_fail_the_run(pytester, run):
     result.stdout.fnmatch_lines(["--device-forbid: found sync"])
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(importlib.util.find_spec("xdist") is None, reason="pytest-xdist is not installed")
 def test_workers_of_xdist_report_together(pytester, run):
     pytester.makepyfile(library=WAITING + "cache = []\n", test_it="""
