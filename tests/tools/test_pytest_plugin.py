@@ -231,6 +231,7 @@ def test_a_wrong_device_or_kind_is_named(run):
         result.stderr.fnmatch_lines([sentence])
 
 
+@pytest.mark.slow
 def test_the_header_says_what_is_not_seen(pytester, run):
     pytester.makepyfile("def test_it(device): pass")
     for device, kinds, line in (
