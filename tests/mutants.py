@@ -13,8 +13,7 @@ happens in a copy, out/mutants, so an interrupted run leaves the checkout as it 
 
 tests_of() says which tests run for a file: first those that belong to `make test-fast`, then the others. A mutant
 counts as noticed if one of them fails that passes without a mutant, or if they take several times their usual time.
-``tests/mutants_known.txt`` lists the survivors that no test can notice, with the reason. The report counts them both
-ways: as survivors in its first share, not at all in its second.
+``tests/mutants_known.txt`` lists survivors that no test can notice, with the reason; the report counts them both ways.
 """
 
 import argparse
@@ -56,6 +55,7 @@ TESTS = {
     "openreg_ops/openreg/": "tests/runtime tests/backend",
     "openreg_ops/tools/": "tests/tools/test_bench.py tests/tools/test_new_package.py",
     "openreg_tools/": "tests/tools",
+    "openreg_tools/conformance/": "tests/tools/test_conformance*.py tests/tools/test_schemas.py tests/tools/test_generated.py",
 }
 # Written by setup.py, a link, code of other packages, and a table of arguments, of which others do as well.
 EXCLUDED = re.compile("openreg_ops/(_build.py|meta/|include/|tools/templates/)|openreg_tools/conformance/recipes.py")
@@ -442,11 +442,10 @@ def run(tests: str, marker: str, number: int, timeout: float, *options: str) -> 
 
 
 def tests_of(file: str) -> str:
-    """The tests that run for a file: TESTS' row, or for part NAME of openreg_tools those in test_NAME*.py."""
-    name = file.removesuffix(".py").split("/")[1]
-    if file.startswith("openreg_tools/") and [*ROOT.glob(f"tests/tools/test_{name}*.py")]:
-        return f"tests/tools/test_{name}*.py"
-    return TESTS[max((start for start in TESTS if file.startswith(start)), key=len)]
+    """The tests that run for a file: TESTS' row; of tests/tools those that have a file's or folder's name."""
+    row = TESTS[max((start for start in TESTS if file.startswith(start)), key=len)]
+    named = f"tests/tools/test_{file.removesuffix('.py').split('/')[1]}*.py"
+    return named if row == "tests/tools" and [*ROOT.glob(named)] else row
 
 
 def draw(paths: list[str], seed: int) -> Iterator[Mutant]:
