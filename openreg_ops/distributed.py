@@ -77,6 +77,20 @@ def _register_monitored_barrier() -> None:
     c10d.monitored_barrier = torch.distributed.monitored_barrier = monitored_barrier
 
 
+def _register_comm_hooks() -> None:
+    """`DistributedDataParallel` compresses gradients to bfloat16 only if NCCL or XCCL is there; Gloo sums it, too."""
+    check = torch.nn.parallel.DistributedDataParallel._check_comm_hook
+
+    @functools.wraps(check)
+    def _check_comm_hook(self: Any, hook: Any) -> None:
+        if self.device_type == "openreg" and getattr(hook, "__name__", "").startswith("bf16_compress_"):
+            hook = functools.wraps(hook)(functools.partial(hook))
+            hook.__name__ = "compress_hook"
+        check(self, hook)
+
+    torch.nn.parallel.DistributedDataParallel._check_comm_hook = _check_comm_hook
+
+
 def _register_random() -> None:
     from openreg_ops import dtensor
 
@@ -84,15 +98,17 @@ def _register_random() -> None:
 
 
 def _register_strategies() -> None:
-    from openreg_ops import strategies
+    from openreg_ops import attention_dtensor, strategies
 
     strategies.register()
+    attention_dtensor.register()
 
 
 def register() -> None:
     """Register "occl" with c10d as the device's default. torch has already imported c10d, but not DTensor."""
     if torch.distributed.is_available():
         _register_monitored_barrier()
+        _register_comm_hooks()
         after_import("torch.distributed.tensor._random", _register_random)
         after_import("torch.distributed.tensor", _register_strategies)
         torch.distributed.Backend.register_backend("occl", _create, extended_api=True, devices=["openreg"])

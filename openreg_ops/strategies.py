@@ -37,7 +37,7 @@ def _at(placement: Placement) -> At:
     return op.SUM if placement == Partial() else str(placement)
 
 
-def _by_name(overload: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(overload: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call, in the schema's order."""
     given = dict(zip((each.name for each in overload._schema.arguments), args, strict=False)) | kwargs
     return {each.name: given.get(each.name, each.default_value) for each in overload._schema.arguments}
@@ -103,7 +103,7 @@ def _combinations(
 def _strategy(overload: torch._ops.OpOverload, rule: Callable[..., Iterable[Any]]) -> Callable[[OpSchema], OpStrategy]:
     def strategy(schema: OpSchema) -> OpStrategy:
         mesh = schema.get_mesh_from_args()
-        given = _by_name(overload, schema.args_schema, schema.kwargs_schema)
+        given = by_name(overload, schema.args_schema, schema.kwargs_schema)
         tensors = [x for x in tree_leaves(given) if isinstance(x, OpStrategy)]
         before = [x.strategies[0].output_spec for x in tensors]
         found = []
@@ -158,12 +158,14 @@ class Shards:
 
     def join(self, x: Tensor, at: Sequence[At], shape: Sequence[int] | None = None) -> DTensor:
         """The DTensor made of the devices' parts, with this shape; without a shape, every part is the full tensor or a
-        summand."""
-        stride = torch.empty(shape or x.shape, device="meta").stride()
+        summand. Its dimensions lie in memory in the order in which those of the part do."""
+        size, step, stride = torch.Size(x.shape if shape is None else shape), 1, [0] * x.dim()
+        for dim in sorted(reversed(range(x.dim())), key=x.stride):
+            stride[dim] = step
+            step *= max(size[dim], 1)
         return DTensor.from_local(
-            x, self.mesh, [*map(_placement, at)], run_check=False, shape=torch.Size(x.shape if shape is None else shape),
-            stride=stride,
-        )  # fmt: skip
+            x, self.mesh, [*map(_placement, at)], run_check=False, shape=size, stride=tuple(stride)
+        )
 
     def reduce(self, x: Tensor, at: Sequence[At], by: str = "sum") -> Tensor:
         """x summed over the devices along each dimension of the mesh in which `at` says SUM."""
@@ -183,7 +185,7 @@ def _in_place_of(overload: torch._ops.OpOverload, function: Callable[..., Any]) 
     def run(
         cls: type, _function: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = _by_name(overload, args, kwargs or {})
+        given = by_name(overload, args, kwargs or {})
         name = overload._schema.name.partition("::")[2]
         mesh = next(x.device_mesh for x in tree_leaves(given) if isinstance(x, DTensor))
         for key, value in given.items():

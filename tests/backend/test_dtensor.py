@@ -465,6 +465,204 @@ def test_compiled(group):
     group.run(check_compiled)
 
 
+# ---- PyTorch's attention and norms ----
+
+attend = torch.nn.functional.scaled_dot_product_attention
+NORMS = {
+    "rms_norm": lambda x, w: torch.nn.functional.rms_norm(x, x.shape[-1:], w),
+    "rms_norm_without_weight": lambda x, w: torch.nn.functional.rms_norm(x, x.shape[-2:], None, 1e-3),
+    "layer_norm": lambda x, w: torch.nn.functional.layer_norm(x, x.shape[-1:], w),
+    "group_norm": lambda x, w: torch.nn.functional.group_norm(x, 2),
+    "instance_norm": lambda x, w: torch.nn.functional.instance_norm(x),
+    "batch_norm": lambda x, w: torch.nn.functional.batch_norm(x, None, None, training=True),
+    "normalize": lambda x, w: torch.nn.functional.normalize(x, dim=-1),
+}
+
+
+def with_gradients(function, tensors, at, mesh=None):
+    """The result and the gradients of the tensors, which are placed if there is a mesh."""
+    leaves = [
+        x.detach().clone() if mesh is None else placed(x, mesh, place) for x, place in zip(tensors, at, strict=True)
+    ]
+    out = function(*[x.requires_grad_() for x in leaves])
+    given = cotangent(out)
+    return [out, *torch.autograd.grad(out, leaves, given if mesh is None else placed(given, mesh, [R] * mesh.ndim))]
+
+
+def check_norms():
+    for name, function in NORMS.items():
+        for dtype, tolerance in ((torch.float32, {}), (torch.bfloat16, dict(rtol=3e-2, atol=3e-2))):
+            x, w = op.normal("openreg", dtype, (4, 4, 8), (8,))
+            expected = with_gradients(lambda x, w, f=function: f(x, w) + 0 * w, (x, w), (R, R))
+            for mesh in meshes():
+                for x_at, w_at in itertools.product((0, 1, 2), (R, 0)):
+                    at = [[x_at] * mesh.ndim, [w_at] * mesh.ndim]
+                    if x_at != 2 and mesh.ndim == 2:
+                        at[0] = [x_at, R]
+                    found = with_gradients(lambda x, w, f=function: f(x, w) + 0 * w, (x, w), at, mesh)
+                    for got, plain in zip(found, expected, strict=True):
+                        assert_close(full(got), plain, **tolerance, msg=lambda text, n=name, at=at: f"{n} {at}: {text}")
+
+
+def check_attention():
+    """Heads and batches stay sharded, with every mask, and nothing is gathered; other shards give the same results."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    size = dist.get_world_size()
+    for heads, dtype in ((4, torch.float32), (8, torch.float32), (8, torch.bfloat16)):
+        tolerance = {} if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
+        tensors = op.normal("openreg", dtype, (4, heads, 8, 16), (4, 4, 8, 16), (4, 4, 8, 16))
+        cases = [((4, heads, 8, 8), {}), (None, dict(is_causal=True))]
+        if dtype == torch.float32:
+            cases += [(None, dict(scale=0.3)), ((8, 8), {}), ((4, 1, 8, 8), {}), ((1, heads, 1, 8), {})]
+        for shape, options in cases:
+            mask = None if shape is None else op.normal("openreg", dtype, shape)[0]
+            masked = [R] if shape is None else [R, *(dim for dim in range(len(shape)) if shape[dim] >= size)]
+            options["enable_gqa"] = heads != 4
+            expected = with_gradients(lambda *qkv, m=mask, o=options: attend(*qkv, m, **o), tensors, [R] * 3)
+            for mesh, at in itertools.product(meshes(), (0, 1, 2, R)):
+                if mesh.ndim == 2:
+                    at = {0: [0, 1], 1: [1, R], 2: [0, 2], R: [R, R]}[at]  # noqa: PLW2901
+                else:
+                    at = [at]  # noqa: PLW2901
+                for mask_at in masked if mesh.ndim == 1 else [R]:
+                    m = None if mask is None else placed(mask, mesh, [mask_at, *[R] * (mesh.ndim - 1)])
+                    with CommDebugMode() as traffic:
+                        out = attend(*(placed(x, mesh, at) for x in tensors), m, **options)
+                    if 2 not in at:
+                        assert at_of(out) == tuple(at), (shape, options, at, out.placements)
+                        assert mask_at is not R or not traffic.get_total_counts(), traffic.get_comm_counts()
+                    found = with_gradients(lambda *qkv, m=m, o=options: attend(*qkv, m, **o), tensors, [at] * 3, mesh)
+                    for got, plain in zip(found, expected, strict=True):
+                        assert_close(full(got), plain, **tolerance)
+
+
+def check_attention_that_does_not_divide():
+    """Groups of heads are not split, and no device gets an empty part."""
+    mesh, size = meshes()[0], dist.get_world_size()
+    for batch, heads, grouped in (
+        (1, 2 * size, 1),
+        (size - 1, size + 1, size + 1),
+        (2 * size - 1, 3, 3),
+        (size + 1, 6, 3),
+    ):
+        tensors = op.normal("openreg", torch.float32, (batch, heads, 5, 8), *[(batch, grouped, 5, 8)] * 2)
+
+        def call(q, k, v, gqa=heads != grouped):
+            return attend(q, k, v, is_causal=True, enable_gqa=gqa)
+
+        expected = with_gradients(call, tensors, [R] * 3)
+        for at in (0, 1):
+            places = [[at if x.shape[at] >= size else R] for x in tensors]
+            for got, plain in zip(with_gradients(call, tensors, places, mesh), expected, strict=True):
+                assert_close(full(got), plain)
+
+
+def check_attention_with_dropout():
+    """A dropout has no rule of its own: PyTorch decomposes it. What is dropped is zero, and the rest is scaled."""
+    mesh = meshes()[0]
+    q = torch.zeros(4, 4, 64, 8, device="openreg")
+    v = torch.eye(64, device="openreg").expand(4, 4, 64, 64).contiguous()
+    for causal in (False, True):
+        out = attend(*(placed(x, mesh, [1]) for x in (q, q, v)), dropout_p=0.25, is_causal=causal).full_tensor()
+        kept = torch.ones(64, 64, device="openreg").tril() if causal else torch.ones(64, 64, device="openreg")
+        shares = (out * kept.sum(-1, keepdim=True) * 0.75)[kept.expand_as(out) > 0]
+        assert shares.mul(1e3).round().div(1e3).unique().tolist() == [0, 1]
+        assert abs(shares.mean().item() - 0.75) < 0.02
+        assert out[(kept == 0).expand_as(out)].eq(0).all()
+
+
+def check_attention_of_a_plain_tensor():
+    """It is rejected as for other operators, except where PyTorch takes it as replicated."""
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    mesh = meshes()[0]
+    q, mask = op.normal("openreg", torch.float32, (4, 4, 8, 8), (4, 4, 8, 8))
+    sharded = placed(q, mesh, [1])
+    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+        attend(sharded, sharded, q)
+    with implicit_replication():
+        out = attend(sharded, sharded, sharded, mask)
+    assert at_of(out) == (1,)
+    assert_close(out.full_tensor(), attend(q, q, q, mask))
+
+
+def check_compiled_attention():
+    mesh = meshes()[0]
+    tensors = op.normal("openreg", torch.float32, (4, 4, 8, 16), (4, 4, 8, 16), (4, 4, 8, 16))
+
+    def call(*qkv):
+        return attend(*qkv, is_causal=True).transpose(1, 2).reshape(4, 8, 64) * 2
+
+    expected = with_gradients(call, tensors, [R] * 3)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for got, plain in zip(with_gradients(compiled, tensors, [[1]] * 3, mesh), expected, strict=True):
+        assert_close(full(got), plain)
+
+
+def check_context_parallel():
+    """Keys and values travel around a ring, forward and backward."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    mesh = meshes()[0]
+    for causal, balanced in ((False, False), (True, False), (True, True)):
+        _attention._cp_options.enable_load_balance = balanced
+        tensors = op.normal("openreg", torch.float32, (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8))
+
+        def call(*qkv, causal=causal):
+            return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=causal)
+
+        expected = with_gradients(call, tensors, [R] * 3)
+        weights = cotangent(expected[0])
+        buffers = [x.detach().clone() for x in (*tensors, weights)]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
+            leaves = [x.detach().requires_grad_() for x in buffers[:3]]
+            out = call(*leaves)
+            grads = torch.autograd.grad(out, leaves, buffers[3])
+            found = context_parallel_unshard(mesh, [out.detach(), *grads], [2] * 4)
+        for got, plain in zip(found, expected, strict=True):
+            assert_close(got, plain.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_norms, check_attention, check_attention_that_does_not_divide, check_attention_with_dropout,
+        check_attention_of_a_plain_tensor, check_context_parallel,
+    ],
+    ids=lambda f: f.__name__.removeprefix("check_"),
+)  # fmt: skip
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_attention_and_norms(group, check):
+    group.run(check)
+
+
+@pytest.mark.parametrize("group", [4], indirect=True)
+def test_attention_on_four_devices(group):
+    group.run(check_attention_that_does_not_divide)
+    group.run(check_context_parallel)
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+def test_compiled_attention(group):
+    group.run(check_compiled_attention)
+
+
+def test_cudas_rules():
+    """The operators that have a rule and a kernel for CUDA only: programs reach others here, which are tested above."""
+    from torch.distributed.tensor import DTensor
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    ruled = {*propagator.op_strategy_funcs, *propagator.op_single_dim_strategy_funcs}
+    keys = "CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd"
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    only = {each.name() for each in ruled if each.namespace == "aten" and not any(has(each.name(), k) for k in keys)}
+    kinds = [f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
+    assert only == {*kinds, *(f"{name}_backward" for name in kinds), "aten::_fused_rms_norm_backward"}
+
+
 # ---- without processes ----
 
 # Placements that would be right and that no rule has, because nobody places tensors so: the columns of v, and the keys of
@@ -581,7 +779,7 @@ def validated(name, rule, size):
                 meta = TensorMeta(x.shape, x.stride(), x.dtype)
                 return OpStrategy([OpSpec(DTensorSpec(mesh, (Replicate(),), tensor_meta=meta))])
 
-            given = tree_map(strategy, strategies._by_name(function, sample.args, sample.kwargs))
+            given = tree_map(strategy, strategies.by_name(function, sample.args, sample.kwargs))
             for places, outs in strategies._combinations(function, rule, given, mesh, 0):
                 placements = tuple(tuple(map(strategies._placement, each)) for each in (places, outs))
                 right, why = validate_aten_combination(
