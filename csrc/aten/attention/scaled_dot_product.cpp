@@ -2,15 +2,18 @@
 // (shared like any other) or the mathematical decomposition.
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/_scaled_dot_product_attention_math_native.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <limits>
+#include <vector>
 
 #include "../../ops/attention.h"
 #include "../transforms.h"
@@ -175,7 +178,29 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> fused_attention_backw
       q, k, v, mask[3] ? bias_gradient(grad, query, key, value, bias, out, logsumexp, is_causal, scale) : at::Tensor()};
 }
 
+// ATen makes the causal mask as a plain tensor, which a DTensor rejects; a mask made of its arguments is a DTensor.
+std::tuple<at::Tensor, at::Tensor> mathematical(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const std::optional<at::Tensor>& mask, double dropout_p, bool is_causal,
+    const std::optional<at::Tensor>& dropout_mask, std::optional<double> scale, bool enable_gqa) {
+  const bool wrapped = query.unsafeGetTensorImpl()->is_python_dispatch() && !query.is_nested();
+  if (!is_causal || !wrapped || (mask && mask->defined()))
+    return at::native::_scaled_dot_product_attention_math(
+        query, key, value, mask, dropout_p, is_causal, dropout_mask, scale, enable_gqa);
+  const auto ones = [](const at::Tensor& x) { // as many as x is long
+    std::vector<int64_t> others{-1};
+    for (int64_t dim = 0; dim < x.dim() - 2; ++dim) others.push_back(dim);
+    return at::ones_like(x).amax(others);
+  };
+  const at::Tensor causal = ones(query).unsqueeze(1).mul(ones(key)).tril().to(at::kBool);
+  return at::native::_scaled_dot_product_attention_math(
+      query, key, value, causal, dropout_p, /*is_causal=*/false, dropout_mask, scale, enable_gqa);
+}
+
 } // namespace
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_scaled_dot_product_attention_math", mathematical);
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_fused_sdp_choice", choose);
