@@ -33,7 +33,7 @@ CallQueue::~CallQueue() {
   }
   changed_.notify_all();
   if (!thread_.joinable()) return;
-  // Without Python's lock, because a Work's callback may need it.
+  // Without Python's lock, because the end of a call's tensors may need it.
   detail::wait_around([](void* thread) { static_cast<std::thread*>(thread)->join(); }, &thread_);
 }
 
@@ -67,16 +67,7 @@ void CallQueue::push(Entry&& entry) {
   changed_.notify_all();
 }
 
-namespace {
-thread_local bool is_queue = false;
-}
-
-bool CallQueue::on_this_thread() noexcept {
-  return is_queue;
-}
-
 void CallQueue::work() {
-  is_queue = true;
   for (;;) {
     Entry entry;
     {

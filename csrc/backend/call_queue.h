@@ -42,8 +42,6 @@ class CallQueue {
   void push(Call call, Begin begin, Fail fail);
   // Calls `task` after the earlier calls, without comparing it, and waits for it. Throws what it throws.
   void run(const std::function<void()>& task);
-  // Whether the calling thread is a queue's thread.
-  static bool on_this_thread() noexcept;
 
  private:
   struct Entry {

@@ -22,7 +22,7 @@ struct CapturedCall;
 // A call first waits for the current stream's work, like run(). Once all processes have made the same call (see Note
 // [Matching calls]), the engine works on its own threads, so other work may continue. Work::wait() returns when the
 // engine has finished, so all work launched from then on comes after it. Until then, the CPU tensors keep the device
-// memory in use.
+// memory in use, even if the program resizes its storage. For futures see Note [Futures of collectives].
 // A captured call is a node of a graph: each replay makes the call and keeps its stream, or in inline mode the host,
 // until the engine has finished. Every process must replay it.
 // The engine gets copies if it must not or cannot read device memory: under isolation, and for sparse tensors and lazy

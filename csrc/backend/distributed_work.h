@@ -6,290 +6,255 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <algorithm>
-#include <atomic>
 #include <condition_variable>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "../runtime/device.h"
 #include "../runtime/error.h"
+#include "../runtime/event.h"
 #include "../runtime/graph.h"
 #include "../runtime/observer.h"
+#include "../runtime/profile.h"
 #include "../runtime/schedule.h"
 #include "../runtime/stream.h"
 #include "../runtime/wait.h"
 #include "distributed_arguments.h"
+#include "guard.h"
 
 namespace openreg {
 
 using c10::ivalue::Future;
 
+// Note [Futures of collectives]
+// As with NCCL, the future of a collective is complete from the beginning, and its event stands for the collective: so
+// a callback runs where then() is called, and every process makes the calls of its callbacks in the same order. The
+// callback's stream waits for the collective on its worker, which runs nothing else until then. wait() on a future is
+// Work::wait(), on the host, and throws what that throws. If the collective fails after its callback has run, the
+// callback's stream keeps the error, as for a kernel.
+class StreamWork : public c10d::Work {
+ public:
+  using Work::Work;
+  void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override { wait(kNoTimeout); }
+  // Makes `stream`, which is current, wait; for a callback, without the host.
+  virtual void block(Stream stream, bool in_callback) = 0;
+  virtual c10::DeviceIndex device() const = 0;
+  c10::intrusive_ptr<Future> getFuture() override;
+};
+
+// The event in the future of a collective.
+class WorkEvent final : public Event {
+ public:
+  explicit WorkEvent(c10::intrusive_ptr<StreamWork> work) : Event(work->device(), false), work_(std::move(work)) {}
+  void record(Stream) override {}
+  void block(Stream stream) const override { work_->block(stream, is_callback_stream(stream)); }
+  bool query() const override { return work_->isCompleted(); }
+  void synchronize() const override { work_->wait(kNoTimeout); }
+  const void* identity() const noexcept override { return nullptr; } // the race detector knows the collective instead
+
+ private:
+  const c10::intrusive_ptr<StreamWork> work_;
+};
+
+inline c10::intrusive_ptr<Future> StreamWork::getFuture() {
+  const c10::Device where(c10::kPrivateUse1, device());
+  auto future = c10::make_intrusive<Future>(c10::ListType::ofTensors(), std::vector{where});
+  Tensors outputs = result();
+  // The future records an event for each device of these. A barrier has no tensors.
+  const auto none = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, where), nullptr, false);
+  std::vector<Future::WeakStorage> storages;
+  storages.emplace_back(none);
+  for (const auto& each : outputs)
+    if (each.has_storage()) storages.push_back(each.storage().getWeakStorageImpl());
+  record_as(std::make_unique<WorkEvent>(c10::intrusive_ptr<StreamWork>::reclaim_copy(this)));
+  future->markCompleted(std::move(outputs), std::move(storages));
+  record_as(nullptr); // if that failed
+  return future;
+}
+
 // The Work of a call on device tensors. The engine's own work begins when begin() is called.
-class DeviceWork final : public c10d::Work {
+class DeviceWork final : public StreamWork {
  public:
   using Engine = c10::intrusive_ptr<c10d::Work>;
 
   // A node of a graph is not noticed: the race detector knows what it uses.
   DeviceWork(Arguments arguments, c10d::OpType type, uint64_t number, bool noticed = true)
-      : Work(arguments.name.rank, type), arguments_(std::move(arguments)), number_(number),
-        future_(c10::make_intrusive<Future>(c10::ListType::ofTensors(), devices())) {
+      : StreamWork(arguments.name.rank, type), arguments_(std::move(arguments)), number_(number) {
     if (noticed) notice("collective_started", this, current_stream(arguments_.device));
   }
   ~DeviceWork() override { notice("collective_destroyed", this, {}); }
 
-  // The engine has begun: completes the future when the engine's completes. Its sends, receives and partial sums have
-  // none.
+  // The engine has begun.
   void begin(Engine engine) {
     c10::intrusive_ptr<Future> future;
     try {
       future = engine->getFuture();
-    } catch (const c10::Error&) {
+    } catch (const c10::Error&) { // its sends, receives and partial sums have none
     }
-    bool follows = false;
+    bool awaited = false;
     {
       std::lock_guard lock(ending_);
       engine_ = std::move(engine);
-      engine_future_ = future;
-      follows = !future && future_wanted_;
+      has_future_ = future.defined();
+      awaited = awaited_;
     }
-    end_.notify_all();
-    if (follows) follow();
-    if (!future) return;
-    future->addCallback([self = self()](Future& done) {
-      {
-        std::lock_guard lock(self->ending_);
-        self->ended_ = true;
-      }
-      self->end_.notify_all();
-      const auto error = done.hasError() ? self->explained(done.exception_ptr()) : nullptr;
-      off_the_queue([self, error] {
-        self->complete([&] {
-          if (error) std::rethrow_exception(error);
-          self->finish();
-        });
-      });
-    });
-  }
-  // Calls f, which may run the callbacks that the program attached to the future. They may start a collective and wait
-  // for it, which the queue's own thread must not do.
-  template <class F>
-  static void off_the_queue(F f) {
-    if (CallQueue::on_this_thread()) std::thread(std::move(f)).detach();
-    else f();
+    if (future)
+      future->addCallback(
+          [self = self()](Future& done) { self->end(done.hasError() ? done.exception_ptr() : nullptr); });
+    else if (awaited) await_engine();
   }
   // The engine will not begin.
-  void fail(const std::exception_ptr& error) {
-    {
-      std::lock_guard lock(ending_);
-      error_ = explained(error);
-      ended_ = true;
-    }
-    end_.notify_all();
-    off_the_queue([self = self()] { self->future_->setErrorIfNeeded(self->error_); });
-  }
+  void fail(const std::exception_ptr& error) { end(error); }
 
-  // The future completes only when the engine's results are in device memory.
   bool isCompleted() override {
     if (scheduled() && !done(*scheduled_)) detail::schedule_query("Work.is_completed", scheduled_->stream);
-    const bool completed =
-        finished_ || failure() || future_->completed() || (begun() && !engine_future_ && engine_->isCompleted());
-    if (completed && isSuccess()) notice_wait();
+    await_engine();
+    const bool completed = ended();
+    if (completed && isSuccess()) arrive(current_stream(device()));
     return completed;
   }
-  bool isSuccess() const override {
-    return !failure() && !future_->hasError() && (finished_ || (begun() && engine_->isSuccess()));
-  }
-  std::exception_ptr exception() const override {
-    if (const auto error = failure()) return error;
-    if (future_->hasError()) return future_->exception_ptr();
-    const auto error = begun() ? engine_->exception() : nullptr;
-    return error ? explained(error) : error;
-  }
+  bool isSuccess() const override { return !failure() && begun(); }
+  std::exception_ptr exception() const override { return failure(); }
   int sourceRank() const override { return begun() ? engine_->sourceRank() : -1; }
   Tensors result() override { return arguments_.outputs; }
-  void synchronize() override { wait(kNoTimeout); }
-  // The host waits, and so does all work given to the current stream from then on.
-  void blockCurrentStream() override { wait(kNoTimeout); }
-  // Releases Python's lock, which synchronize() holds: the engine's threads may call the program's Python code before
-  // the work is done.
+  // Releases Python's lock, which synchronize() holds: others may need it before the work is done.
   bool wait(std::chrono::milliseconds timeout) override {
-    land("Work.wait");
-    bool over = false;
-    auto whole = [&] { over = wait_for_work(timeout); };
+    land();
+    auto whole = [&] { wait_for_end(timeout); };
     detail::wait_around([](void* argument) { (*static_cast<decltype(whole)*>(argument))(); }, &whole);
-    return over;
+    if (const auto error = failure()) std::rethrow_exception(error);
+    arrive(current_stream(device()));
+    return true;
   }
+  // What has to be copied back, and what a schedule orders, the host waits for.
+  void block(Stream stream, bool in_callback) override {
+    if (!in_callback || !arguments_.copies.empty() || detail::scheduled() || detail::captures(stream) ||
+        launch_mode() == LaunchMode::kSync) {
+      wait(kNoTimeout);
+      return;
+    }
+    notice("collective_waited_for", this, stream);
+    if (ended() && !failure()) return;
+    const Site site("wait for a collective", Site::kWait);
+    detail::queue_wait(stream, detail::profiled(stream, site, [self = self()] { self->wait_on_worker(); }), site);
+  }
+  c10::DeviceIndex device() const override { return arguments_.device; }
   // For a node of a graph, which keeps its stream's turn, so that no other work comes between it and the next node.
   void wait_in_replay() {
-    try {
-      bool signals = true;
-      for (bool ended = false; !ended;) {
-        {
-          std::unique_lock lock(ending_);
-          ended = end_.wait_for(lock, detail::kSlice, [&] { return ended_ || (engine_ && !engine_future_); });
-        }
-        if (ended) break;
-        if (detail::dropping()) throw std::runtime_error("the process was interrupted");
-        try {
-          signals = signals && detail::check_signals();
-        } catch (const std::exception& interrupt) {
-          throw NodeError(interrupt.what(), std::current_exception());
-        }
+    bool signals = true;
+    await_engine();
+    while (!wait_a_while()) {
+      if (detail::dropping()) {
+        const auto error = explained(std::make_exception_ptr(std::runtime_error("the process was interrupted")));
+        throw NodeError(text_of(error), error);
       }
-      if (const auto error = failure()) std::rethrow_exception(error);
-      if (!engine_future_) engine_->wait(kNoTimeout);
-      else if (engine_future_->hasError()) std::rethrow_exception(engine_future_->exception_ptr());
-    } catch (const NodeError&) {
-      throw;
-    } catch (...) {
-      const auto error = explained(std::current_exception());
       try {
-        std::rethrow_exception(error);
-      } catch (const c10::Error& what) {
-        throw NodeError(what.what_without_backtrace(), error);
-      } catch (const std::exception& what) {
-        throw NodeError(what.what(), error);
+        signals = signals && detail::check_signals();
+      } catch (const std::exception& interrupt) {
+        throw NodeError(interrupt.what(), std::current_exception());
       }
     }
+    if (const auto error = failure()) throw NodeError(text_of(error), error);
   }
   void abort() override {
     if (begun()) engine_->abort();
   }
-  c10::intrusive_ptr<Future> getFuture() override {
-    land("Work.get_future"); // a thread that waits for a future does not ask the schedule
-    bool follows = false;
-    {
-      std::lock_guard lock(ending_);
-      if (engine_) follows = !engine_future_;
-      else future_wanted_ = true;
-    }
-    if (follows) follow();
-    return future_;
-  }
   float getDuration() const override { return begun() ? engine_->getDuration() : Work::getDuration(); }
   uint64_t getSequencenumber() const override { return number_; }
 
-  // For Note [Schedules]: the collective is the item of this ticket. The item ends when the results are in device
-  // memory and the future has recorded its event, on whichever thread.
+  // For Note [Schedules]: the collective is the item of this ticket, which ends when the collective does.
   void set_scheduled(const Ticket& ticket) { scheduled_ = ticket; }
   void finish_scheduled() {
-    try {
-      wait_for_work(kNoTimeout);
-    } catch (...) { // which the program's wait throws
-    }
+    await_engine();
     std::unique_lock lock(ending_);
-    end_.wait(lock, [&] { return !engine_future_ || !ended_ || completed_; });
+    end_.wait(lock, [&] { return ended_; });
   }
 
  private:
   bool scheduled() const { return scheduled_ && detail::scheduled(); }
-  void land(const char* name) {
+  void land() {
     if (!detail::scheduled()) return;
     // Another process may need this one's collectives before it sends.
-    const Ticket until = scheduled_.value_or(ticket(detail::collectives_of(arguments_.device)));
-    detail::schedule_wait(name, {[until] { return done(until); }, until.stream});
+    const Ticket until = scheduled_.value_or(ticket(detail::collectives_of(device())));
+    detail::schedule_wait("Work.wait", {[until] { return done(until); }, until.stream});
   }
   c10::intrusive_ptr<DeviceWork> self() { return c10::intrusive_ptr<DeviceWork>::reclaim_copy(this); }
   bool begun() const {
     std::lock_guard lock(ending_);
     return engine_ != nullptr;
   }
-  // The reason why the engine will not begin; null if it may.
+  bool ended() const {
+    std::lock_guard lock(ending_);
+    return ended_;
+  }
   std::exception_ptr failure() const {
     std::lock_guard lock(ending_);
     return error_;
   }
-  std::vector<c10::Device> devices() const {
-    if (arguments_.outputs.empty()) return {};
-    return {c10::Device(c10::kPrivateUse1, arguments_.device)};
-  }
-  // For the race detector: from now on, the current stream comes after the collective.
-  void notice_wait() const { notice("collective_waited_for", this, current_stream(arguments_.device)); }
-  bool wait_for_work(std::chrono::milliseconds timeout) {
-    const auto begun_waiting = std::chrono::steady_clock::now();
-    if (!finished_) wait_for_end(timeout);
+  void end(const std::exception_ptr& error) {
     {
       std::lock_guard lock(ending_);
-      if (error_) std::rethrow_exception(error_);
+      if (error) error_ = explained(error);
+      ended_ = true;
     }
-    // Some of the engine's Work objects can be waited for only once.
-    std::unique_lock<std::timed_mutex> one_at_a_time(waiting_, std::defer_lock);
-    if (!engine_future_) {
-      if (timeout == kNoTimeout) {
-        one_at_a_time.lock();
-      } else {
-        timeout -=
-            std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begun_waiting);
-        timeout = std::max(timeout, std::chrono::milliseconds(1)); // 0 is without a limit
-        if (!one_at_a_time.try_lock_for(timeout)) timed_out(timeout);
-      }
+    end_.notify_all();
+  }
+  // Somebody waits: an engine without a future is waited for once, on a thread of its own.
+  void await_engine() {
+    {
+      std::lock_guard lock(ending_);
+      awaited_ = true;
+      if (!engine_ || has_future_ || std::exchange(followed_, true)) return;
     }
-    if (!finished_) {
+    std::thread([self = self()] {
+      std::exception_ptr error;
       try {
-        if (!engine_waited_ && !engine_->wait(timeout)) return false;
-        engine_waited_ = true;
-      } catch (const c10::Error& error) {
-        if (std::string_view(error.what_without_backtrace()).starts_with("Operation timed out")) timed_out(timeout);
-        throw;
+        self->engine_->wait(kNoTimeout);
       } catch (...) {
-        std::rethrow_exception(explained(std::current_exception()));
+        error = std::current_exception();
       }
-      finish();
-    }
-    notice_wait();
-    return true;
+      self->end(error);
+    }).detach();
   }
-  void finish() {
-    std::call_once(copied_, [&] { arguments_.copy_back(); });
-    finished_ = true;
-  }
-  // Completes the future when the engine has finished, if the engine has none.
-  void follow() {
-    if (followed_.exchange(true)) return;
-    if (scheduled()) return complete([this] { wait_for_work(kNoTimeout); }); // the schedule has waited for it
-    std::thread([self = self()] { self->complete([&] { self->wait(kNoTimeout); }); }).detach();
-  }
-  // Waits until the engine has finished, or has begun something that only a wait can finish. Unlike the engine's wait,
-  // it can be interrupted: see Note [Interrupts].
+  // It can be interrupted: see Note [Interrupts].
   void wait_for_end(std::chrono::milliseconds timeout) {
     using Clock = std::chrono::steady_clock;
     const auto until = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
+    await_engine();
     detail::wait_freely(detail::Interrupt::kThrows, [&](std::chrono::nanoseconds most) {
       std::unique_lock lock(ending_);
       const auto now = Clock::now();
       const bool last = until - now <= most;
-      auto ended = [&] { return ended_ || (engine_ && !engine_future_); };
-      if (!end_.wait_until(lock, last ? until : now + most, ended) && last) timed_out(timeout);
-      return ended();
+      if (!end_.wait_until(lock, last ? until : now + most, [&] { return ended_; }) && last)
+        std::rethrow_exception(explained(
+            std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(timeout.count()) + " ms"))));
+      return ended_;
     });
   }
-  // Runs on a thread where exceptions must not escape.
-  template <class Finish>
-  void complete(Finish&& finish) noexcept {
-    try {
-      finish();
-      // The future records an event for its waiters. The event belongs to the collective, not to the current stream.
-      if (!arguments_.outputs.empty()) recorded_for = this;
-      future_->markCompleted(c10::IValue(arguments_.outputs));
-    } catch (...) {
-      future_->setErrorIfNeeded(std::current_exception());
-    }
-    recorded_for = nullptr;
-    {
-      std::lock_guard lock(ending_);
-      completed_ = true;
-    }
-    end_.notify_all();
+  // Returns whether the engine has ended.
+  bool wait_a_while() {
+    std::unique_lock lock(ending_);
+    return end_.wait_for(lock, detail::kSlice, [&] { return ended_; });
   }
-  [[noreturn]] void timed_out(std::chrono::milliseconds timeout) const {
-    std::rethrow_exception(explained(
-        std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(timeout.count()) + " ms"))));
+  // On a stream's worker, which holds no turn and handles no signals.
+  void wait_on_worker() {
+    await_engine();
+    while (!wait_a_while())
+      if (detail::dropping()) return;
+    if (const auto error = failure()) throw std::runtime_error(text_of(error));
+  }
+  // `stream` comes after the collective, whose results are in device memory.
+  void arrive(Stream stream) {
+    notice("collective_waited_for", this, stream);
+    std::call_once(copied_, [&] { arguments_.copy_back(); });
   }
   // The engine's own errors are network errors; torch's errors already say what is wrong.
   std::exception_ptr explained(const std::exception_ptr& error) const {
@@ -305,48 +270,50 @@ class DeviceWork final : public c10d::Work {
               "printed. With TORCH_DISTRIBUTED_DEBUG=DETAIL each call first names the ranks that do not come")));
     }
   }
+  static std::string text_of(const std::exception_ptr& error) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const c10::Error& what) {
+      return what.what_without_backtrace();
+    } catch (const std::exception& what) {
+      return what.what();
+    }
+  }
 
   const Arguments arguments_;
   const uint64_t number_;
-  const c10::intrusive_ptr<Future> future_;
   std::optional<Ticket> scheduled_;
-  mutable std::mutex ending_; // of the next seven
+  mutable std::mutex ending_; // of the next six
   std::condition_variable end_;
-  Engine engine_;                            // null until it has begun
-  c10::intrusive_ptr<Future> engine_future_; // null where the engine has none
-  bool ended_ = false;                       // the engine, if it has a future
-  bool completed_ = false;                   // the future
-  bool future_wanted_ = false;
-  std::exception_ptr error_; // why the engine did not begin
-  std::timed_mutex waiting_;
-  std::atomic<bool> engine_waited_{false};
+  Engine engine_;           // null until it has begun
+  bool has_future_ = false; // the engine
+  bool awaited_ = false;
+  bool followed_ = false; // by a thread of await_engine()
+  bool ended_ = false;
+  std::exception_ptr error_; // why it did not begin, or failed
   std::once_flag copied_;
-  std::atomic<bool> followed_{false};
-  std::atomic<bool> finished_{false};
 };
 
 // The Work of captured calls, which are a node of a graph.
-class CapturedWork final : public c10d::Work {
+class CapturedWork final : public StreamWork {
  public:
   CapturedWork(const Name& name, c10d::OpType type, Stream stream, Tensors outputs)
-      : Work(name.rank, type), stream_(stream), point_(detail::capture_point(stream)), outputs_(std::move(outputs)),
-        future_(c10::make_intrusive<Future>(c10::ListType::ofTensors(),
-            std::vector<c10::Device>{c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(stream.device))})) {
-    future_->markCompleted(c10::IValue(outputs_)); // with an event of the capture
-  }
+      : StreamWork(name.rank, type), stream_(stream), point_(detail::capture_point(stream)),
+        outputs_(std::move(outputs)) {}
 
   bool isCompleted() override { refuse(); }
   bool isSuccess() const override { refuse(); }
   std::exception_ptr exception() const override { return nullptr; }
   Tensors result() override { return outputs_; }
-  void synchronize() override { wait(kNoTimeout); }
-  void blockCurrentStream() override { wait(kNoTimeout); }
-  // What the current stream captures from now on comes after the collective.
   bool wait(std::chrono::milliseconds) override {
-    if (point_) detail::join_capture(*point_, current_stream(stream_.device));
+    block(current_stream(stream_.device), false);
     return true;
   }
-  c10::intrusive_ptr<Future> getFuture() override { return future_; }
+  // What the stream captures from now on comes after the collective.
+  void block(Stream stream, bool) override {
+    if (point_) detail::join_capture(*point_, stream);
+  }
+  c10::DeviceIndex device() const override { return static_cast<c10::DeviceIndex>(stream_.device); }
 
  private:
   [[noreturn]] void refuse() const {
@@ -356,14 +323,13 @@ class CapturedWork final : public c10d::Work {
   const Stream stream_;
   const std::shared_ptr<const detail::CapturedPoint> point_;
   const Tensors outputs_;
-  const c10::intrusive_ptr<Future> future_;
 };
 
 // The calls between startCoalescing() and endCoalescing(), as one Work.
-class CoalescedWork final : public c10d::Work {
+class CoalescedWork final : public StreamWork {
  public:
   CoalescedWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works)
-      : Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
+      : StreamWork(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
 
   bool isCompleted() override {
     return std::ranges::all_of(works_, [](const auto& each) { return each->isCompleted(); });
@@ -382,8 +348,6 @@ class CoalescedWork final : public c10d::Work {
       for (const auto& tensor : each->result()) all.push_back(tensor);
     return all;
   }
-  void synchronize() override { wait(kNoTimeout); }
-  void blockCurrentStream() override { wait(kNoTimeout); }
   bool wait(std::chrono::milliseconds timeout) override {
     using Clock = std::chrono::steady_clock;
     const auto until = Clock::now() + timeout;
@@ -397,28 +361,14 @@ class CoalescedWork final : public c10d::Work {
   void abort() override {
     for (const auto& each : works_) each->abort();
   }
-  // The tensors of all Work objects, once the last one has completed.
-  c10::intrusive_ptr<Future> getFuture() override {
-    std::call_once(collected_, [&] {
-      c10::List<c10::intrusive_ptr<Future>> futures(c10::FutureType::create(c10::ListType::ofTensors()));
-      for (const auto& each : works_) futures.push_back(each->getFuture());
-      future_ = c10::collectAll(futures)->then(
-          [tensors = result()](Future& done) {
-            for (const auto& each : done.value().toList())
-              if (const auto future = each.get().toFuture(); future->hasError())
-                std::rethrow_exception(future->exception_ptr());
-            return c10::IValue(tensors);
-          },
-          c10::ListType::ofTensors());
-    });
-    return future_;
+  void block(Stream stream, bool in_callback) override {
+    for (const auto& each : works_) static_cast<StreamWork&>(*each).block(stream, in_callback);
   }
+  c10::DeviceIndex device() const override { return static_cast<StreamWork&>(*works_.front()).device(); }
   uint64_t getSequencenumber() const override { return works_.front()->getSequencenumber(); }
 
  private:
   const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
-  std::once_flag collected_;
-  c10::intrusive_ptr<Future> future_;
 };
 
 } // namespace openreg

@@ -56,11 +56,14 @@ void trace_new_stream(Stream stream) {
 // What open_event() creates: another process's event, from its handle, or a new event that is not recorded and is
 // shared or external.
 thread_local const std::string* opening_event = nullptr;
+thread_local std::unique_ptr<Event> given_event; // by record_as()
+thread_local Stream callback_stream{-1, 0}; // see is_callback_stream()
 
 std::unique_ptr<Event> new_event(int device, c10::EventFlag flag) {
-  std::unique_ptr<Event> event;
+  std::unique_ptr<Event> event = std::move(given_event);
   const bool timed = flag == c10::EventFlag::BACKEND_DEFAULT;
-  if (flag != kInterprocess && opening_event) event = std::make_unique<ExternalEvent>(device, timed);
+  if (event) { // by record_as()
+  } else if (flag != kInterprocess && opening_event) event = std::make_unique<ExternalEvent>(device, timed);
   else if (flag != kInterprocess) event = std::make_unique<Event>(device, timed);
   else if (opening_event && !opening_event->empty()) event = std::make_unique<SharedEvent>(device, *opening_event);
   else event = std::make_unique<SharedEvent>(device);
@@ -69,8 +72,9 @@ std::unique_ptr<Event> new_event(int device, c10::EventFlag flag) {
 }
 
 // Tells the race detector. In a capture, an ordinary event gives only edges, and an external one becomes a node.
-void notice_event(const char* what, const char* captured, const Event& event, Stream stream, std::size_t work = 0) {
-  if (!detail::captures(stream)) notice(what, event.identity(), stream, work);
+void notice_event(const char* what, const char* captured, const Event& event, Stream stream) {
+  if (!event.identity()) return;
+  if (!detail::captures(stream)) notice(what, event.identity(), stream);
   else if (event.external()) notice(captured, event.identity(), stream);
 }
 
@@ -96,8 +100,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   DeviceStream getStream(Device device) const override { return wrap(current_stream(checked_index(device))); }
   DeviceStream getDefaultStream(Device device) const override { return wrap({checked_index(device), 0}); }
+  // Futures call this for a callback, make the stream current, and let it wait for their events.
   DeviceStream getStreamFromGlobalPool(Device device, bool high_priority) const override {
-    return getNewStream(device, high_priority ? -1 : 0);
+    const DeviceStream stream = getNewStream(device, high_priority ? -1 : 0);
+    callback_stream = checked_stream(stream);
+    return stream;
   }
   DeviceStream getNewStream(Device device, int priority) const override {
     const DeviceIndex index = checked_index(device);
@@ -149,8 +156,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (opening_event) return; // which is created but not recorded
     trace_gpu(&Trace::trace_gpu_event_record, trace_address(*event), trace_handle(stream));
     static_cast<Event*>(*event)->record(checked_stream(stream));
-    const auto collective = reinterpret_cast<std::size_t>(std::exchange(recorded_for, nullptr));
-    notice_event("event_recorded", "record_captured", *static_cast<Event*>(*event), checked_stream(stream), collective);
+    notice_event("event_recorded", "record_captured", *static_cast<Event*>(*event), checked_stream(stream));
   }
   void block(void* event, const DeviceStream& stream) const override {
     if (!event) return;
@@ -202,6 +208,14 @@ void open_event(c10::Event& event, c10::DeviceIndex device, const std::string& h
     ~Restore() { opening_event = before; }
   } restore{before};
   event.record(wrap({checked_index(device), 0}));
+}
+
+void record_as(std::unique_ptr<Event> event) {
+  given_event = std::move(event);
+}
+
+bool is_callback_stream(Stream stream) noexcept {
+  return std::exchange(callback_stream, {-1, 0}) == stream;
 }
 
 std::string event_handle(c10::Event& event) {

@@ -4,9 +4,10 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <memory>
 #include <string>
 
-#include "../runtime/work.h"
+#include "../runtime/event.h"
 
 namespace openreg {
 
@@ -23,5 +24,11 @@ inline constexpr c10::EventFlag kInterprocess = c10::EventFlag::INVALID;
 void open_event(c10::Event& event, c10::DeviceIndex device, const std::string& handle);
 // Opens the event on the current device if it has no backend part yet.
 std::string event_handle(c10::Event& event);
+
+// Makes `event` the backend's part of the next event that this thread records for the first time.
+void record_as(std::unique_ptr<Event> event);
+// Whether a future has taken this stream for a callback that it is about to run on this thread. The answer is true
+// once.
+bool is_callback_stream(Stream stream) noexcept;
 
 } // namespace openreg

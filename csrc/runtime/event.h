@@ -23,7 +23,8 @@ class Event {
   virtual void synchronize() const; // throws as synchronize_stream()
   virtual Clock::time_point time() const;
   virtual bool external() const noexcept { return false; }
-  virtual const void* identity() const noexcept { return this; } // as long as an event or a graph uses it
+  // As long as an event or a graph uses it; null if the race detector knows it by something else.
+  virtual const void* identity() const noexcept { return this; }
 
  private:
   struct Point;

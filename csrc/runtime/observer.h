@@ -17,7 +17,7 @@ struct Notice {
   std::uintptr_t thread; // Python's threading.get_ident()
   const void* object; // the memory or the event
   Stream stream;
-  std::size_t bytes; // for an event: the collective that recorded it, or 0
+  std::size_t bytes; // of memory
 };
 
 namespace detail {
@@ -37,9 +37,6 @@ inline void notice(const char* what, const void* object, Stream stream, std::siz
 bool answers_query(const void* event, Stream stream);
 using AnswersQuery = bool (*)(const void* event, Stream stream);
 void set_answers_query(AnswersQuery answers) noexcept; // null: it refuses nothing
-
-// The collective that the next event on this thread is recorded for, if it is not recorded for the current stream.
-inline thread_local const void* recorded_for = nullptr;
 
 // Starts or ends the log, and clears it.
 void observe(bool on);
