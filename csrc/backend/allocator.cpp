@@ -14,6 +14,7 @@
 #include "../runtime/isolation.h"
 #include "../runtime/memory.h"
 #include "../runtime/memory_stats.h"
+#include "../runtime/observer.h"
 #include "../runtime/stream.h"
 #include "../runtime/turn.h"
 #include "gpu_trace.h"
@@ -148,6 +149,7 @@ void resize_storage(c10::StorageImpl* storage, size_t bytes) {
   TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
   c10::DataPtr grown = allocate_on(storage->device().index(), bytes);
   if (storage->nbytes() && bytes) copy_memory(grown.get(), storage->data(), std::min(bytes, storage->nbytes()));
+  notice("resized", storage->data(), detail::thread_stream(storage->device().index()));
   replace_memory(storage, std::move(grown));
   storage->set_nbytes(bytes);
 }

@@ -2,13 +2,16 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <c10/core/GradMode.h>
 
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "../runtime/graph.h"
 #include "../runtime/isolation.h"
+#include "../runtime/memory.h"
 #include "../runtime/stream.h"
 #include "allocator.h"
 
@@ -32,7 +35,8 @@ class Arguments {
     auto host = host_of(tensor, /*written=*/true);
     outputs.push_back(tensor);
     if (captured()) return host;
-    if (!host.has_storage() || host.const_data_ptr() != tensor.const_data_ptr()) copies.emplace_back(tensor, host);
+    if (host.has_storage() && tensor.has_storage() && host.const_data_ptr() == tensor.const_data_ptr()) return host;
+    copies.push_back({host, tensor, tensor.has_storage() ? tensor.const_data_ptr() : nullptr});
     return host;
   }
   template <class T>
@@ -50,8 +54,12 @@ class Arguments {
   void copy_back() const {
     if (copies.empty()) return;
     const c10::AutoGradMode no_grad(false);
-    const detail::NotCaptured own; // on an engine thread, while another thread may capture
-    for (const auto& [tensor, host] : copies) tensor.copy_(host.to(tensor.device()));
+    const detail::NotCaptured own; // another thread may capture
+    const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
+    for (const auto& [host, tensor, memory] : copies) {
+      if (memory && tensor.const_data_ptr() != memory) continue; // the program has given it other memory
+      tensor.copy_(host.to(tensor.device()));
+    }
     synchronize_stream(current_stream(device));
   }
 
@@ -69,7 +77,11 @@ class Arguments {
   bool sparse = false; // whether sparse tensors are accepted
   c10::DeviceIndex device = -1;
   Tensors outputs;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  struct Copy {
+    at::Tensor host, tensor;
+    const void* memory; // of a dense tensor
+  };
+  std::vector<Copy> copies;
   // Of a captured call: the memory that it uses and, under isolation, the engine's tensors, and CPU tensors over device
   // memory.
   std::vector<MemoryUse> uses;
@@ -100,10 +112,15 @@ class Arguments {
     }
     return over_memory(tensor);
   }
+  // The program may resize the storage before the engine has finished, so that its block is held, too.
   static at::Tensor over_memory(const at::Tensor& tensor) {
-    return at::for_blob(tensor.mutable_data_ptr(), tensor.sizes())
+    void* data = tensor.mutable_data_ptr();
+    void* block = tensor.storage().mutable_data();
+    hold_memory(block);
+    std::shared_ptr<void> held(block, &release_memory);
+    return at::for_blob(data, tensor.sizes())
         .strides(tensor.strides())
-        .deleter([memory = tensor.storage()](void*) {})
+        .deleter([storage = tensor.storage(), held = std::move(held)](void*) {})
         .options(tensor.options().device(at::kCPU))
         .target_device(at::kCPU)
         .make_tensor();
@@ -120,6 +137,11 @@ class Arguments {
       C10_THROW_ERROR(ValueError,
           c10::str("occl: ", name.operation, ": expected dense tensors, but got layout ", tensor.layout(),
               "; call .to_dense()"));
+    const auto bytes = at::detail::computeStorageNbytes(
+        tensor.sizes(), tensor.strides(), tensor.element_size(), static_cast<size_t>(tensor.storage_offset()));
+    TORCH_CHECK(tensor.numel() == 0 || tensor.storage().nbytes() >= bytes, "occl: ", name.operation,
+        ": expected tensors with memory, but the storage of one of shape ", tensor.sizes(), " has ",
+        tensor.storage().nbytes(), " bytes; resize it back, or make a new tensor");
     // Like NCCL, the engine reads and writes elements as if the tensor were contiguous.
     if (!tensor.is_contiguous(tensor.suggest_memory_format()))
       C10_THROW_ERROR(ValueError,

@@ -83,6 +83,15 @@ void record_stream(void* pointer, Stream stream) {
   notice("stream_recorded", pointer, stream);
 }
 
+void hold_memory(void* pointer) {
+  if (const int device = device_of(pointer); device >= 0 && !forked())
+    memory().pools[device].hold(static_cast<char*>(pointer));
+}
+void release_memory(void* pointer) noexcept {
+  if (const int device = device_of(pointer); device >= 0 && !forked())
+    memory().pools[device].release(static_cast<char*>(pointer));
+}
+
 void set_memory_limit(int device, std::size_t bytes) noexcept {
   if (auto* pools = memory().pools) pools[device].set_limit(bytes);
 }

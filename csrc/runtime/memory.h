@@ -32,6 +32,11 @@ void deallocate(void* pointer) noexcept;
 // Records that the work given to `stream` until the memory is freed uses it. Ignores other addresses.
 void record_stream(void* pointer, Stream stream);
 
+// Keeps a block, even if it is freed, until release_memory() is called as often, for work that is on no stream. Ignores
+// other addresses.
+void hold_memory(void* pointer);
+void release_memory(void* pointer) noexcept;
+
 // The limit in bytes on a device's allocations, including memory that queued work still holds. The default is
 // device_memory().
 void set_memory_limit(int device, std::size_t bytes) noexcept;

@@ -76,11 +76,12 @@ void MemoryPool::deallocate(char* pointer) noexcept {
   const std::size_t size = Pages::size_of(page);
   stats_.freed(pool, size, size - pages_.note(pointer).slack);
   if (pool == MemoryStats::kLarge) count_segments(pool, page.count, false);
-  if (!uses_.empty()) [[unlikely]] {
-    if (const auto found = uses_.find(pointer); found != uses_.end()) {
+  if (!uses_.empty() || !holds_.empty()) [[unlikely]] {
+    const auto used = uses_.extract(pointer);
+    if (used || holds_.contains(pointer)) {
       std::vector<Ticket> tickets;
-      for (const std::int64_t stream : found->second) tickets.push_back(ticket({device_, stream}));
-      uses_.erase(found);
+      if (used)
+        for (const std::int64_t stream : used.mapped()) tickets.push_back(ticket({device_, stream}));
       pages_.note(pointer).state = MemoryBlock::kPending;
       waiting_.push_back({pointer, std::move(tickets)});
       free_waiting();
@@ -95,6 +96,19 @@ void MemoryPool::record_stream(char* pointer, std::int64_t stream) {
   if (private_.stream_of(pages_[pages_.page_of(pointer)].owner) == stream) return;
   auto& streams = uses_[pointer];
   if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+}
+
+void MemoryPool::hold(char* pointer) {
+  std::lock_guard lock(mutex_);
+  ++holds_[pointer];
+}
+
+void MemoryPool::release(char* pointer) noexcept {
+  std::lock_guard lock(mutex_);
+  const auto held = holds_.find(pointer);
+  if (--held->second) return;
+  holds_.erase(held);
+  free_waiting();
 }
 
 void MemoryPool::empty_cache(PoolId pool) noexcept {
@@ -171,6 +185,7 @@ void MemoryPool::give_back(char* pointer) {
 
 void MemoryPool::free_waiting() {
   std::erase_if(waiting_, [&](const Waiting& each) {
+    if (holds_.contains(each.pointer)) return false;
     if (!std::all_of(each.tickets.begin(), each.tickets.end(), [](const Ticket& t) { return done(t); })) return false;
     give_back(each.pointer);
     return true;

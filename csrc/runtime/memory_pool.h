@@ -41,6 +41,8 @@ class MemoryPool {
   void* allocate(std::int64_t stream, PoolId pool, std::size_t bytes, bool fails);
   void deallocate(char* pointer) noexcept;
   void record_stream(char* pointer, std::int64_t stream);
+  void hold(char* pointer);
+  void release(char* pointer) noexcept;
   void empty_cache(PoolId pool) noexcept;
   void settle() noexcept; // as settle_memory()
 
@@ -139,7 +141,8 @@ class MemoryPool {
   std::unordered_map<char*, std::vector<std::int64_t>> uses_; // by record_stream()
   // Memory that running work has allocated, and the turn of that work.
   std::unordered_map<char*, std::pair<TurnState*, std::uint64_t>> ahead_;
-  std::vector<Waiting> waiting_; // freed, and used by recorded streams
+  std::unordered_map<char*, std::size_t> holds_; // how often each is held
+  std::vector<Waiting> waiting_;                 // freed, and held or used by recorded streams
   std::size_t limit_ = device_memory();
   MemoryStats stats_{};
 };

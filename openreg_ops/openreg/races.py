@@ -207,6 +207,7 @@ class Races:
 
     def drain(self, trace: Trace | None = None) -> None:
         """Process the notices. `trace` is where this thread allocated the memory in them."""
+        errors: list[SynchronizationError] = []
         for what, thread, address, stream, size in _C.take_notices():
             if what == "allocated":
                 self.allocated(address, size, stream, trace if thread == threading.get_ident() else None)
@@ -214,13 +215,14 @@ class Races:
                 self.collective_started(address, stream, thread)
             elif what == "host_freed":
                 self.host = [each for each in self.host if each.end <= address or address + size <= each.start]
-            elif what == "event_recorded" and size in self.works:
-                self.event_recorded(address, self.works[size])
+            elif what == "resized":
+                errors += self.resized(address, stream)
             else:
                 getattr(self, what)(address, stream)
         for memory in self.host:
             memory.accesses = [each for each in memory.accesses if not self.after(None, each)]
         self.host = [each for each in self.host if each.accesses]
+        self.fail(errors)
 
     def allocated(self, address: int, size: int, stream: Stream, trace: Trace | None) -> None:
         self.memory[address] = memory = Memory(address, address + size, stream, trace)
@@ -239,6 +241,15 @@ class Races:
             access.freed = memory
         if memory.accesses:
             self.left.append(memory)
+
+    def resized(self, address: int, stream: Stream) -> list[UnsynchronizedAccessError]:
+        """A storage is about to get other memory, and so loses what a collective in progress writes."""
+        if (memory := self.memory.get(address)) is None:
+            return []
+        span = Span(memory.start, memory.end, None)
+        trace = Trace(self.caller)  # of the operator that follows
+        access = Access(WRITE, self.seq_num, stream, "UntypedStorage.resize_, before this line", [], False, trace, span)
+        return [each for each in self.raced(memory, access) if isinstance(each.previous_access.stream, Collective)]
 
     def stream_recorded(self, address: int, stream: Stream) -> None:
         if address in self.memory:
@@ -273,7 +284,7 @@ class Races:
             for each in gone:
                 state.pop(each, None)
 
-    def event_recorded(self, event: int, stream: Stream | Collective) -> None:
+    def event_recorded(self, event: int, stream: Stream) -> None:
         self.syncs.record_state(event, stream)
 
     def event_waited_for(self, event: int, stream: Stream) -> None:
