@@ -2,7 +2,6 @@
 // over shards cannot do.
 #include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/_fused_rms_norm_native.h>
 #include <torch/library.h>
 
 #include <limits>
@@ -16,8 +15,6 @@ namespace {
 
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
     const std::optional<at::Tensor>& weight, std::optional<double> eps) {
-  if (!input.unsafeGetTensorImpl()->is_python_dispatch())
-    return at::native::rms_norm_composite(input, normalized_shape, weight, eps);
   std::vector<int64_t> dims(normalized_shape.size());
   std::iota(dims.begin(), dims.end(), -static_cast<int64_t>(dims.size()));
   const at::Tensor wide = input.to(at::toOpMathType(input.scalar_type()));
