@@ -381,7 +381,7 @@ WRITTEN = {"params": 0, "exp_avgs": 2, "exp_avg_sqs": 3, "max_exp_avg_sqs": 4}
 AMSGRAD = OPTIONS | dict(amsgrad=True)
 
 
-@pytest.mark.parametrize("pair", itertools.combinations_with_replacement(WRITTEN, 2), ids=str)
+@pytest.mark.parametrize("pair", list(itertools.combinations_with_replacement(WRITTEN, 2)), ids=str)
 def test_each_two_tensors_that_are_written_to_are_checked(pair):
     """Also of one list. Where one begins at the other's end, nothing is wrong. And each one alone, against itself."""
     for places in [(0, 1)] if pair[0] == pair[1] else itertools.product((0, 1), repeat=2):
