@@ -382,8 +382,8 @@ void check_lstm_states(TensorList hx) {
 std::tuple<Tensor, Tensor, Tensor> lstm_by_mkldnn(const Tensor& input, TensorList hx, TensorList params,
     bool has_biases, int64_t num_layers, double dropout, bool train, bool bidirectional, bool batch_first) {
   Tensor output, hy, cy; // the dispatcher runs the stub's operators on the device
-  at::native::lstm_mkldnn_stub(at::kCPU, output, hy, cy, input, hx, params, has_biases, num_layers, dropout, train,
-      bidirectional, batch_first);
+  at::native::lstm_mkldnn_stub(
+      at::kCPU, output, hy, cy, input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first);
   return {output, hy, cy};
 }
 
