@@ -150,7 +150,8 @@ def traits_of(func: torch._ops.OpOverload) -> _Traits:
         waits=waits and name != "index",
         collective=collective,
         calls=calls,
-        composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+        composite=torch._C._dispatch_has_kernel(func.name())  # TorchScript has operators that the dispatcher lacks
+        and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
         cloned=namespace == "_c10d_functional" and name in ("all_reduce", "all_reduce_coalesced", "broadcast"),
     )
 

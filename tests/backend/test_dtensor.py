@@ -472,7 +472,6 @@ NORMS = {
     "rms_norm": lambda x, w: torch.nn.functional.rms_norm(x, x.shape[-1:], w),
     "rms_norm_without_weight": lambda x, w: torch.nn.functional.rms_norm(x, x.shape[-2:], None, 1e-3),
     "layer_norm": lambda x, w: torch.nn.functional.layer_norm(x, x.shape[-1:], w),
-    "group_norm": lambda x, w: torch.nn.functional.group_norm(x, 2),
     "instance_norm": lambda x, w: torch.nn.functional.instance_norm(x),
     "batch_norm": lambda x, w: torch.nn.functional.batch_norm(x, None, None, training=True),
     "normalize": lambda x, w: torch.nn.functional.normalize(x, dim=-1),

@@ -179,10 +179,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> fused_attention_backw
 }
 
 // ATen makes the causal mask as a plain tensor, which a DTensor rejects; a mask made of its arguments is a DTensor.
+// Fake tensors, whose storage is on the meta device, take ATen's.
 std::tuple<at::Tensor, at::Tensor> mathematical(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const std::optional<at::Tensor>& mask, double dropout_p, bool is_causal,
     const std::optional<at::Tensor>& dropout_mask, std::optional<double> scale, bool enable_gqa) {
-  const bool wrapped = query.unsafeGetTensorImpl()->is_python_dispatch() && !query.is_nested();
+  const bool wrapped = query.unsafeGetTensorImpl()->is_python_dispatch() && !query.is_nested() &&
+      !(query.has_storage() && query.storage().device().is_meta());
   if (!is_causal || !wrapped || (mask && mask->defined()))
     return at::native::_scaled_dot_product_attention_math(
         query, key, value, mask, dropout_p, is_causal, dropout_mask, scale, enable_gqa);
@@ -191,7 +193,7 @@ std::tuple<at::Tensor, at::Tensor> mathematical(const at::Tensor& query, const a
     for (int64_t dim = 0; dim < x.dim() - 2; ++dim) others.push_back(dim);
     return at::ones_like(x).amax(others);
   };
-  const at::Tensor causal = ones(query).unsqueeze(1).mul(ones(key)).tril().to(at::kBool);
+  const at::Tensor causal = ones(query).unsqueeze(1).mul(ones(key)).tril().log(); // 0 and -inf, which ATen adds
   return at::native::_scaled_dot_product_attention_math(
       query, key, value, causal, dropout_p, /*is_causal=*/false, dropout_mask, scale, enable_gqa);
 }
