@@ -68,11 +68,14 @@ def check(
         if "errors" in checks and op.error_inputs_func and dtype == opinfo._first_dtype(op):
             at("making error inputs")
             torch.manual_seed(opinfo.SEED)
-            for i, wrong in enumerate(itertools.islice(op.error_inputs("cpu"), 4 * samples)):
+            wrongs, of_device = (list(itertools.islice(op.error_inputs(each), 4 * samples)) for each in ("cpu", device))
+            for i, wrong in enumerate(wrongs):
+                if len(wrongs) == len(of_device) and wrong.error_type is not of_device[i].error_type:
+                    continue  # OpInfo names another error for the device, which `refuses` expects below
                 at(f"errors, sample {i}")
                 Sample(op, wrong.sample_input, i, device, report).forward("errors")
             if not report.failures:
-                for i, wrong in enumerate(itertools.islice(op.error_inputs(device), 4 * samples)):
+                for i, wrong in enumerate(of_device):
                     at(f"errors of the device, sample {i}")
                     Sample(op, wrong.sample_input, i, device, report).refuses(wrong.error_type)
         if {"async", "async_errors"} & set(checks):
