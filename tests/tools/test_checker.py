@@ -1845,3 +1845,10 @@ def test_outputs_that_were_not_asked_for_are_none():
         report = check(op, [sample], only=only)
         assert report.passed and report.of("pass", "runs"), str(report)
         assert len(Case(op, sample, "cpu", None, derivative).expected) == count
+
+
+def test_the_check_of_streams_has_no_race():
+    """It copies the inputs on the default stream."""
+    with torch.openreg._sanitizer.sanitize():
+        report = check("openreg::swiglu", [Sample(*torch.rand(2, 3, 4, device="openreg"))], only=["stream"])
+    assert report.of("pass", "stream"), str(report)

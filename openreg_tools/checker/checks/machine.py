@@ -22,8 +22,8 @@ def stream(case: Case) -> str | None:
     if case.device.type in ("cpu", "meta"):
         skip(f"{case.device.type} has no streams")
     side = torch.Stream(device=case.device)
-    side.wait_stream(torch.accelerator.current_stream(case.device))
     tensors = case.fresh()
+    side.wait_stream(torch.accelerator.current_stream(case.device))
     with side:
         outs = plain(case, tensors)
         grads = gradients(case.run, case.fresh(grad=True), case.wanted) if case.derivative.status == "pass" else []
