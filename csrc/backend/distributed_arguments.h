@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <ATen/EmptyTensor.h>
 #include <c10/core/GradMode.h>
 
 #include <memory>
@@ -137,11 +136,6 @@ class Arguments {
       C10_THROW_ERROR(ValueError,
           c10::str("occl: ", name.operation, ": expected dense tensors, but got layout ", tensor.layout(),
               "; call .to_dense()"));
-    const auto bytes = at::detail::computeStorageNbytes(
-        tensor.sizes(), tensor.strides(), tensor.element_size(), static_cast<size_t>(tensor.storage_offset()));
-    TORCH_CHECK(tensor.numel() == 0 || tensor.storage().nbytes() >= bytes, "occl: ", name.operation,
-        ": expected tensors with memory, but the storage of one of shape ", tensor.sizes(), " has ",
-        tensor.storage().nbytes(), " bytes; resize it back, or make a new tensor");
     // Like NCCL, the engine reads and writes elements as if the tensor were contiguous.
     if (!tensor.is_contiguous(tensor.suggest_memory_format()))
       C10_THROW_ERROR(ValueError,

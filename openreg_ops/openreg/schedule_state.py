@@ -39,11 +39,11 @@ def alone() -> Iterator[None]:
             "call it after the other call has returned"
         )
     before, freezes = _C.poison(), not gc.get_freeze_count()
-    _C.set_poison(True)
-    gc.collect()
-    if freezes:
-        gc.freeze()  # then State.restore() looks at the objects of the orders only
-    try:
+    try:  # collecting takes so long that Ctrl-C may come meanwhile
+        _C.set_poison(True)
+        gc.collect()
+        if freezes:
+            gc.freeze()  # then State.restore() looks at the objects of the orders only
         yield
     finally:
         if freezes:

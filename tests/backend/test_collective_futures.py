@@ -165,14 +165,14 @@ def check_order():
 
 @in_mode
 def check_then_does_not_wait():
-    """As on CUDA: the callback has run, and its stream waits for the collective."""
+    """As on CUDA: the callback has run, and its stream waits for the collective. ATen's operators wait in inline mode."""
     name = key("then")
     x = new(4)
     if dist.get_rank() == 1:
         store().wait([name])
-    result = dist.all_reduce(x, async_op=True).get_future().then(lambda future: future.value()[0].mul_(3))
+    result = dist.all_reduce(x, async_op=True).get_future().then(lambda future: torch.ops.openreg.swiglu(*future.value() * 2))
     store().set(name, "called")
-    assert result.wait().tolist() == [6] * 4
+    assert_close(result.wait(), torch.ops.openreg.swiglu(new(4, value=2.0), new(4, value=2.0)))
     barrier = dist.barrier(async_op=True).get_future()
     assert barrier.then(lambda future: torch.ones(2, device="openreg")).wait().tolist() == [1, 1]
 
@@ -283,7 +283,6 @@ HOOKS = {
     "bf16_of_fp16": (lambda: None, default_hooks.bf16_compress_wrapper(default_hooks.fp16_compress_hook)),
     "power": powers(powerSGD_hook.powerSGD_hook),
     "power_in_fp16": powers(default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
-    "batched_power": powers(powerSGD_hook.batched_powerSGD_hook),
     "local": (
         lambda: post_localSGD_hook.PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=2),
         post_localSGD_hook.post_localSGD_hook,
@@ -412,7 +411,7 @@ def check_no_memory():
     x = new(4)
     x.untyped_storage().resize_(0)
     for call in (dist.all_reduce, lambda x: dist.all_gather_into_tensor(new(8), x), lambda x: dist.send(x, 1)):
-        with pytest.raises(RuntimeError, match=r"occl: \w+: expected tensors with memory, but .* has 0 bytes"):
+        with pytest.raises(RuntimeError, match=r"\w+: a kernel got a tensor .* without memory"):
             call(x)
 
 

@@ -40,24 +40,26 @@ def inside(pool, x):
 
 
 @contextlib.contextmanager
-def held(stream):
+def turn_taken(stream):
     """The stream's turn belongs to a kernel in Python on another thread, so that no other work can run there."""
     begun, ends = threading.Event(), threading.Event()
-    library = torch.library.Library("held_test", "FRAGMENT")
+    library = torch.library.Library("turn_test", "FRAGMENT")
     library.define("hold_(Tensor(a!) x) -> Tensor(a!)")
     library.impl("hold_", lambda x: (begun.set(), ends.wait(), x)[-1], "CPU")
 
     def hold():
         with stream:
-            torch.ops.held_test.hold_(torch.zeros((), device=DEVICE))
+            torch.ops.turn_test.hold_(torch.zeros((), device=DEVICE))
 
-    with openreg_ops.fallback.share("held_test::hold_"):
-        thread = threading.Thread(target=hold)
-        thread.start()
-        begun.wait()
-        try:
-            yield
-        finally:
-            ends.set()
-            thread.join()
-            library._destroy()
+    try:
+        with openreg_ops.fallback.share("turn_test::hold_"):
+            thread = threading.Thread(target=hold)
+            thread.start()
+            begun.wait()
+            try:
+                yield
+            finally:
+                ends.set()
+                thread.join()
+    finally:
+        library._destroy()

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from graph_kit import DEVICE, captured, held
+from graph_kit import DEVICE, captured, turn_taken
 from processes import python
 
 from openreg_ops import _C
@@ -461,7 +461,7 @@ def test_a_reset_while_other_threads_replay():
             errors.append(str(error))
 
     begun, threads = threading.Semaphore(0), [threading.Thread(target=replay) for _ in range(3)]
-    with held(stream):
+    with turn_taken(stream):
         for each in threads:
             each.start()
             begun.acquire()

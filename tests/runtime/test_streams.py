@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from graph_kit import captured, held
+from graph_kit import captured, turn_taken
 from processes import python
 
 import openreg_ops
@@ -488,7 +488,7 @@ def test_a_full_queue_lets_the_host_wait():
 
         thread = threading.Thread(target=run)
         with torch.openreg.launch_mode("async"):
-            with held(stream):
+            with turn_taken(stream):
                 thread.start()
                 while len(launched) < fit:
                     time.sleep(0.001)
@@ -507,7 +507,7 @@ def test_what_waits_on_a_full_queue():
     stream, other = torch.openreg.Stream(), torch.openreg.Stream()
     torch.openreg.synchronize()
     with torch.openreg.launch_mode("async"):
-        with held(stream):
+        with turn_taken(stream):
             with stream:
                 for _ in range(1024):
                     x.add_(1)
