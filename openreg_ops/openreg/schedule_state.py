@@ -38,16 +38,12 @@ def alone() -> Iterator[None]:
             "schedules: another thread is trying orders, and a process can try the orders of only one program at a time; "
             "call it after the other call has returned"
         )
-    before, freezes = _C.poison(), not gc.get_freeze_count()
+    before = _C.poison()
     try:  # collecting takes so long that Ctrl-C may come meanwhile
         _C.set_poison(True)
         gc.collect()
-        if freezes:
-            gc.freeze()  # then State.restore() looks at the objects of the orders only
         yield
     finally:
-        if freezes:
-            gc.unfreeze()
         _C.set_poison(before)
         _exploring.release()
 
@@ -178,7 +174,7 @@ class State:
         self.next = _C.next_streams()
 
     def restore(self) -> None:
-        gc.collect()
+        gc.collect(1)  # the objects of the last orders; to look at all would take a tenth of a second
         torch.accelerator.empty_host_cache()
         random.setstate(self.python)
         torch.set_rng_state(self.host)
