@@ -92,7 +92,13 @@ using c10d::OpType;
 using Work = DistributedBackend::Work;
 
 DistributedBackend::DistributedBackend(Engine engine)
-    : Backend(engine->getRank(), engine->getSize()), engine_(std::move(engine)), queue_(engine_) {}
+    : Backend(engine->getRank(), engine->getSize()), engine_(std::move(engine)), queue_(std::in_place, engine_) {}
+
+// Without Python's lock: the engine waits for its threads, which may need it to free the last tensors of a call.
+DistributedBackend::~DistributedBackend() {
+  queue_.reset();
+  detail::wait_around([](void* engine) { static_cast<Engine*>(engine)->reset(); }, &engine_);
+}
 
 struct DistributedBackend::Coalesced {
   std::vector<Work> works;
@@ -111,7 +117,7 @@ Work DistributedBackend::collective(Arguments&& arguments, OpType type, Call cal
           stream, arguments.name.operation, "the host waits for the other processes. Move it out of the capture.");
     const auto begin = [this, call = std::move(call), start](const auto& work) mutable {
       ++sequence_number_;
-      queue_.push(
+      queue_->push(
           call, [work, start]() mutable { work->begin(start()); },
           [work](const std::exception_ptr& error) { work->fail(error); });
     };
@@ -122,7 +128,7 @@ Work DistributedBackend::collective(Arguments&& arguments, OpType type, Call cal
     work->set_scheduled(detail::queue_collective(
         stream,
         [this, work, call = std::move(call), start] {
-          queue_.push(
+          queue_->push(
               call, [work, start]() mutable { work->begin(start()); },
               [work](const std::exception_ptr& error) { work->fail(error); });
           work->finish_scheduled();
@@ -133,7 +139,7 @@ Work DistributedBackend::collective(Arguments&& arguments, OpType type, Call cal
   openreg::run(
       stream,
       [&] {
-        queue_.push(
+        queue_->push(
             std::move(call), [work, start]() mutable { work->begin(start()); },
             [work](const std::exception_ptr& error) { work->fail(error); });
       },
@@ -388,7 +394,7 @@ Work DistributedBackend::barrier(const c10d::BarrierOptions& opts) {
 // itself reports which ranks are missing.
 void DistributedBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool all) {
   detail::check_host_call("monitored_barrier");
-  queue_.run([&] { engine_->monitoredBarrier(opts, all); });
+  queue_->run([&] { engine_->monitoredBarrier(opts, all); });
 }
 
 DistributedBackend::Engine DistributedBackend::split(const c10::intrusive_ptr<c10d::Store>& store,

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,7 @@ class DistributedBackend final : public c10d::Backend {
   using Engine = c10::intrusive_ptr<c10d::Backend>;
 
   explicit DistributedBackend(Engine engine);
+  ~DistributedBackend() override;
 
   Work broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
   Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
@@ -87,8 +89,8 @@ class DistributedBackend final : public c10d::Backend {
   Work point_to_point(Arguments&& arguments, c10d::OpType type, Start&& start);
   Work coalesce(const Work& work, bool async);
 
-  const Engine engine_;
-  CallQueue queue_;
+  Engine engine_;
+  std::optional<CallQueue> queue_;
   std::atomic<uint64_t> sequence_number_{0}; // collectives so far
   std::mutex coalescing_;
   struct Coalesced;
