@@ -274,11 +274,11 @@ void MemoryPool::fail(std::size_t bytes, const char* advice) {
 std::size_t MemoryPool::take_pages(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size,
     bool ahead, bool captured, std::unique_lock<Mutex>& lock) {
   std::size_t page = kNoPage;
+  bool taken = false; // from the pages that no work uses
   const auto take = [&] {
     page = pages_.take(length);
-    if (page != kNoPage && pages_.forget_returned(page, page + length)) ++stats_.extensions;
-    // No work uses these pages. What the fill of allocate() is too late for finds the same in each run of an order.
-    if (page != kNoPage && scheduled() && poison()) fill(pages_.start(page), length * kPage);
+    taken = page != kNoPage;
+    if (taken && pages_.forget_returned(page, page + length)) ++stats_.extensions;
   };
   const auto fits = [&] { return (pages_.taken() + length) * kPage <= limit_; };
   if (!cached_.empty() && !ahead) [[unlikely]]
@@ -311,6 +311,8 @@ std::size_t MemoryPool::take_pages(std::int64_t stream, std::size_t length, std:
     ++stats_.extensions;
     if (pages_.high_water() * kPage > limit_) stats_.returns += pages_.return_free(); // holes, which are not needed
   }
+  // What the fill of allocate() is too late for finds the same in each run of an order.
+  if (taken && scheduled() && poison()) fill(pages_.start(page), length * kPage);
   return page;
 }
 
