@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from openreg_tools import places
+from openreg_tools import dynamo, places
 from openreg_tools.recorder import Recorder
 
 __all__ = ["Wait", "Waits"]
@@ -68,13 +68,14 @@ class Waits:
 
     def __exit__(self, *exception: Any) -> None:
         self._undo.close()
+        dynamo.forget_replaced()
 
     def _noting(self, function: Any, notice: Any) -> Any:
         """`function` with `notice` around it, a generator that yields once before the call and then gets the result."""
 
         @functools.wraps(function)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            if getattr(self._inside, "now", False):  # one calls the other
+            if torch.compiler.is_compiling() or getattr(self._inside, "now", False):  # one calls the other
                 return function(*args, **kwargs)
             try:
                 noticing = notice(*args, **kwargs)

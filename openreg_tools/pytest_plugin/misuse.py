@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
 
-from openreg_tools import backends
+from openreg_tools import backends, dynamo
 
 Found = Callable[[str, str, str, bool], None]  # kind, what, where, whether that is the tests' own code
 
@@ -345,6 +345,8 @@ def _patched(watch: Watch) -> Iterator[None]:
 
         @functools.wraps(function)
         def noticed(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
             notice(*args, **kwargs)
             watch.quiet += 1
             try:
@@ -411,6 +413,7 @@ def _patched(watch: Watch) -> Iterator[None]:
     finally:
         for each in reversed(undo):
             each()
+        dynamo.forget_replaced()
 
 
 @contextlib.contextmanager
@@ -493,7 +496,7 @@ def noticing_seeds(watch: Callable[[], Watch | None]) -> Iterator[None]:
     def noticing(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def seeds(*args: Any, **kwargs: Any) -> Any:
-            if (current := watch()) is not None:
+            if not torch.compiler.is_compiling() and (current := watch()) is not None:
                 current.seeded = True
             return function(*args, **kwargs)
 
@@ -508,6 +511,7 @@ def noticing_seeds(watch: Callable[[], Watch | None]) -> Iterator[None]:
     finally:
         for (owner, name), function in before.items():
             setattr(owner, name, function)
+        dynamo.forget_replaced()
 
 
 # ---- calls and operators ----
