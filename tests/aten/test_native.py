@@ -336,7 +336,10 @@ def test_a_tensor_without_memory_is_refused():
         def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
             return NotImplemented
 
-    with torch._C._DisableTorchDispatch(), pytest.raises(RuntimeError, match=r"of shape \[2\] on openreg without memory"):
+    with (
+        torch._C._DisableTorchDispatch(),
+        pytest.raises(RuntimeError, match=r"of shape \[2\] on openreg without memory"),
+    ):
         torch.add(Wrapper(), 1)
     freed = torch.ones(3, device="openreg")
     freed.untyped_storage().resize_(0)

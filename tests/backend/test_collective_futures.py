@@ -170,7 +170,11 @@ def check_then_does_not_wait():
     x = new(4)
     if dist.get_rank() == 1:
         store().wait([name])
-    result = dist.all_reduce(x, async_op=True).get_future().then(lambda future: torch.ops.openreg.swiglu(*future.value() * 2))
+    result = (
+        dist.all_reduce(x, async_op=True)
+        .get_future()
+        .then(lambda future: torch.ops.openreg.swiglu(*future.value() * 2))
+    )
     store().set(name, "called")
     assert_close(result.wait(), torch.ops.openreg.swiglu(new(4, value=2.0), new(4, value=2.0)))
     barrier = dist.barrier(async_op=True).get_future()
@@ -410,7 +414,11 @@ def test_the_sanitizer_reports_lost_memory(group):
 def check_no_memory():
     x = new(4)
     x.untyped_storage().resize_(0)
-    for call in (dist.all_reduce, lambda x: dist.all_gather_into_tensor(new(8), x), lambda x: dist.send(x, 1 - dist.get_rank())):
+    for call in (
+        dist.all_reduce,
+        lambda x: dist.all_gather_into_tensor(new(8), x),
+        lambda x: dist.send(x, 1 - dist.get_rank()),
+    ):
         with pytest.raises(RuntimeError, match=r"\w+: a kernel got a tensor .* without memory"):
             call(x)
 
