@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.testing import assert_close
-from workers import Workers
+from workers import Workers, in_mode
 
 pytestmark = pytest.mark.processes
 
@@ -24,19 +24,6 @@ MODES = pytest.mark.parametrize("mode", ["inline", "async", "sync"])
 def group():
     with Workers(2) as workers:
         yield workers
-
-
-def in_mode(check):
-    @functools.wraps(check)
-    def checked(mode, *arguments):
-        torch.openreg.set_launch_mode(mode)
-        try:
-            return check(*arguments)
-        finally:
-            torch.openreg.synchronize()
-            torch.openreg.set_launch_mode("inline")
-
-    return checked
 
 
 def new(*shape, value=1.0):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.testing import assert_close
-from workers import Workers
+from workers import Workers, in_mode
 
 pytestmark = pytest.mark.processes
 
@@ -39,18 +39,6 @@ MODES = pytest.mark.parametrize("mode", ["inline", "async", "sync"])
 @functools.cache
 def gloo():
     return dist.new_group(backend="gloo")
-
-
-def in_mode(check):
-    @functools.wraps(check)
-    def checked(mode, *arguments):
-        torch.openreg.set_launch_mode(mode)
-        try:
-            return check(*arguments)
-        finally:
-            torch.openreg.set_launch_mode("inline")
-
-    return checked
 
 
 def numbers(device, *shapes, dtype=torch.float32):

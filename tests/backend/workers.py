@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import gc
 import os
 import tempfile
@@ -104,3 +105,18 @@ class Workers:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def in_mode(check: Callable[..., Any]) -> Callable[..., Any]:
+    """`check` with a launch mode as its first argument."""
+
+    @functools.wraps(check)
+    def checked(mode: str, *arguments: Any) -> Any:
+        torch.openreg.set_launch_mode(mode)
+        try:
+            return check(*arguments)
+        finally:
+            torch.openreg.synchronize()
+            torch.openreg.set_launch_mode("inline")
+
+    return checked
