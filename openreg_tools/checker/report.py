@@ -15,13 +15,14 @@ from openreg_tools import pages
 from openreg_tools.forms import wrapped
 
 DOCS = "docs/checker.md"
-MARKS = {"pass": ".", "fail": "FAIL", "warn": "warn", "known": "known", "refused": "ref", "skip": "-"}
+MARKS = {"pass": ".", "fail": "FAIL", "warn": "warn", "known": "known", "refused": "ref", "limit": "lim", "skip": "-"}
 MEANINGS = {
     "pass": "correct",
     "fail": "wrong",
     "warn": "works, but is slow or surprising",
     "known": "wrong, with a known cause",
     "refused": "raises an error that says that it is not supported",
+    "limit": "PyTorch does not support it, whatever the operator does",
     "skip": "does not apply",
 }
 

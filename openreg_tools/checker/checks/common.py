@@ -24,6 +24,11 @@ def refuse(sentence: str) -> NoReturn:
     raise Outcome("refused", sentence)
 
 
+def limit(sentence: str) -> NoReturn:
+    """End the check at a limit of PyTorch, about which the operator's author can do nothing."""
+    raise Outcome("limit", sentence)
+
+
 def skip(reason: str) -> NoReturn:
     raise Outcome("skip", reason)
 

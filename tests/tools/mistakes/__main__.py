@@ -1,0 +1,65 @@
+"""Prints which kinds of mistakes `check` finds, and which `torch.library.opcheck` finds."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import mistakes
+import torch
+from torch.utils._pytree import tree_map
+
+from openreg_ops.testing import check
+from openreg_tools.samples import sample_of
+
+
+def passes_opcheck(example: mistakes.Example) -> bool:
+    """Whether opcheck finds nothing, with every floating-point tensor requiring a gradient, and without."""
+
+    def given(value: object, grad: bool) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().clone().requires_grad_(grad and value.is_floating_point())
+
+    for sample in map(sample_of, example.samples):
+        for grad in (True, False):
+            args, kwargs = tree_map(lambda x, grad=grad: given(x, grad), (sample.args, sample.kwargs))
+            with contextlib.redirect_stdout(io.StringIO()):
+                found = torch.library.opcheck(example.op, args, kwargs, raise_exception=False)
+            if all(value == "SUCCESS" for value in found.values()):
+                return True
+    return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="where to run (default cpu); opcheck runs on the CPU")
+    parser.add_argument("kinds", nargs="*", help="the kinds to try (default all)")
+    arguments = parser.parse_args()
+    operators = [each for each in mistakes.load() if not arguments.kinds or each.kind in arguments.kinds]
+    operators = [each for each in operators if arguments.device in each.devices]
+    print(f"{'':24}{'check finds':>14}{'passes':>10}{'opcheck finds':>16}{'passes':>10}", flush=True)
+    totals = [0, 0, 0, 0]
+    for kind in dict.fromkeys(each.kind for each in operators):
+        counts = {(tool, bad): [0, 0] for tool in ("check", "opcheck") for bad in (True, False)}
+        for each in (each for each in operators if each.kind == kind):
+            print(f"{kind} {each.name}", end="\r", file=sys.stderr, flush=True)
+            example, bad = each.make(), bool(each.found_by)
+            report = check(example.op, example.samples, arguments.device, skip="overhead", **example.options)
+            for tool, passed in (("check", report.passed), ("opcheck", passes_opcheck(example))):
+                counts[tool, bad][0] += passed != bad
+                counts[tool, bad][1] += 1
+        cells = [counts[tool, bad] for tool in ("check", "opcheck") for bad in (True, False)]
+        totals = [total + (of > 0 and good == of) for total, (good, of) in zip(totals, cells, strict=True)]
+        texts = [f"{good} of {of}" if of else "-" for good, of in cells]
+        print(f"{kind:24}{texts[0]:>14}{texts[1]:>10}{texts[2]:>16}{texts[3]:>10}", flush=True)
+    print(f"{'complete kinds':24}{totals[0]:>14}{totals[1]:>10}{totals[2]:>16}{totals[3]:>10}")
+
+
+if __name__ == "__main__":
+    main()
