@@ -47,8 +47,10 @@ class Case:
         reference: Callable[..., Any] | None,
         differentiate: Callable[[Case], None],
     ) -> None:
-        self.op, self.sample, self.device, self.reference = op, sample, torch.device(device), reference
+        self.op, self.device, self.reference = op, torch.device(device), reference
+        self.sample = self._on_device(sample)
         self._differentiate = differentiate  # set to checks.derivatives.derivative, which needs this class
+        self.trying: Callable[[str], None] = lambda inputs: None  # called with inputs that the author did not give
         self.name = name_of(op)
         self.schema = op._schema
         self.leaves = [x for x in tree_leaves((sample.args, sample.kwargs)) if isinstance(x, Tensor)]
@@ -56,9 +58,26 @@ class Case:
         self.wanted = [
             differentiable(x) and (flag or not any(wanted)) for x, flag in zip(self.leaves, wanted, strict=True)
         ]
-        self.seeded = torch.Tag.nondeterministic_seeded in op.tags
+        # Each call starts from these states of the generators that the sample passes.
+        self.generators = [
+            (x, x.get_state())
+            for x in tree_leaves((self.sample.args, self.sample.kwargs))
+            if isinstance(x, torch.Generator)
+        ]
+        self.seeded = torch.Tag.nondeterministic_seeded in op.tags or bool(self.generators)
         self.mutable = self.schema.is_mutable
         self._source()
+
+    def _on_device(self, sample: Sample) -> Sample:
+        """The sample with its generators on the device, which draws its own numbers."""
+
+        def moved(x: Any) -> Any:
+            if not isinstance(x, torch.Generator) or x.device.type == self.device.type:
+                return x
+            return torch.Generator(self.device).manual_seed(x.initial_seed())
+
+        args, kwargs = tree_map(moved, (sample.args, sample.kwargs))
+        return Sample(*args, **kwargs)
 
     def _source(self) -> None:
         """`names`, and the text of a function of the tensors alone; see `function`."""
@@ -101,9 +120,9 @@ class Case:
         tensors = [f"t{i}" for i in range(len(self.names))]
 
         def returned(values: list[str]) -> str:
-            """A tuple of the values; one of several outputs may be None, such as a gradient that was not requested."""
+            """A tuple of the values; an output may be None, such as a gradient that was not requested."""
             text = f"({''.join(f'{each}, ' for each in values)})"
-            return text if one else f"tuple(each for each in {text} if each is not None)"
+            return text if returns == ["Tensor"] else f"tuple(each for each in {text} if each is not None)"
 
         self.call_text = f"op({', '.join(pieces)})"
         self.text = f"def function({', '.join(tensors)}):\n" + "".join(f"    {t} = {t}.clone()\n" for t in written)
@@ -133,10 +152,16 @@ class Case:
 
         @functools.wraps(function)
         def seeded(*tensors: Tensor) -> tuple[Tensor, ...]:
-            torch.manual_seed(SEED)
+            self.seed()
             return function(*tensors)
 
         return seeded
+
+    def seed(self) -> None:
+        """Make the next call draw the same numbers as every other call."""
+        torch.manual_seed(SEED)
+        for generator, state in self.generators:
+            generator.set_state(state)
 
     def fresh(
         self, grad: bool = False, dtype: torch.dtype | None = None, device: torch.device | str | None = None

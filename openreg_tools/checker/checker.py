@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools import backends, dispatch
+from openreg_tools import backends, dispatch, forked
+from openreg_tools.checker import run
 from openreg_tools.checker.case import SEED, Case, Operator, Outcome, last_line, name_of
 from openreg_tools.checker.checks import ANY_LAYOUT, CHECKS
 from openreg_tools.checker.checks.derivatives import derivative
@@ -209,6 +210,7 @@ def check(
     only: str | Collection[str] = (),
     skip: str | Collection[str] = (),
     known: Mapping[str, str] | None = None,
+    timeout: float = 180,
     progress: Callable[[str], None] = lambda where: None,
 ) -> Report:
     """Run every check on every sample.
@@ -224,6 +226,7 @@ def check(
         only, skip: names of checks, or one name.
         known: checks that this operator is known to fail, each with the cause. They count as passed; one that no longer
             fails for any sample fails the report. By default, those that the operator's package lists.
+        timeout: how many seconds one check of one sample may take.
         progress: called with what runs next.
     Returns:
         The report; `report.raise_if_failed()` raises an AssertionError.
@@ -232,16 +235,18 @@ def check(
 
     Derivatives are checked for a sample's tensors that require a gradient, or for every floating-point tensor if none
     does. Global state that a check changes is restored.
+
+    The checks run in a forked child process, unless this process has used an accelerator that the samples are on: a crash
+    or a hang fails one check. What the operator changes in its process, such as a list of its calls, changes there alone.
     """
-    checks = prepare(op, sample_inputs, device, dtype=dtype, reference=reference, only=only, skip=skip, known=known)
-    report, began = checks.report, time.perf_counter()
-    with preserved(report.device):
-        for i, name in report.planned():
-            progress(f"checking sample {i}: {name}")
-            report.results.append(checks.result(i, name))
-    report.finish(checks.known, checks.may_pass)
-    report.seconds = time.perf_counter() - began
-    return report
+    if isinstance(sample_inputs, Iterable):
+        sample_inputs = list(sample_inputs)
+    prepared = functools.partial(
+        prepare, op, sample_inputs, device, dtype=dtype, reference=reference, only=only, skip=skip, known=known
+    )
+    if forked.available(str(device or _home(operator(op), sample_inputs))):
+        return run.in_children(prepared, timeout, progress)
+    return run.in_process(prepared(), timeout, progress)
 
 
 def prepare(
@@ -287,16 +292,14 @@ def prepare(
         about={name: CHECKS[name].__doc__.strip().splitlines()[0] for name in chosen},
     )
     started(report)
+    target = target or _home(op, sample_inputs)
     if sample_inputs is None:
-        registered = _registered(op)
-        target = target or _home(op)
-        if registered:
+        if registered := _registered(op):
             sample_inputs = list(registered(target, dtype))
         else:
             sample_inputs = derived(op, target, dtype)
             report.notes.append("These inputs were generated from the schema; your own sample inputs would test more.")
     elif callable(sample_inputs):
-        target = target or "cpu"
         sample_inputs = sample_inputs(target, dtype)
     if not isinstance(sample_inputs, Iterable):
         raise ValueError(
@@ -306,9 +309,6 @@ def prepare(
     samples = [sample_of(value) for value in sample_inputs]
     if not samples:
         raise ValueError(f"{name_of(op)}: sample_inputs is empty; give at least one tuple of arguments")
-    if target is None:
-        tensors = (x for s in samples for x in tree_leaves((s.args, s.kwargs)) if isinstance(x, Tensor))
-        target = next((str(x.device) for x in tensors), "cpu")
     report.device, report.samples = target, [repr(sample) for sample in samples]
     return Checks(report, op, samples, reference, dict(known), list(backend.may_pass(name_of(op))))
 
@@ -323,6 +323,7 @@ class Checks:
     reference: Callable[..., Any] | None
     known: dict[str, str]
     may_pass: list[str]  # of `known`
+    trying: Callable[[str], None] = lambda inputs: None  # called with the inputs that a check tries
     _case: tuple[int, Case, str] | None = None  # the sample's number, and why the operator refuses it
 
     def result(self, i: int, name: str) -> Result:
@@ -342,9 +343,21 @@ class Checks:
         seconds = round(time.perf_counter() - start, 4)
         return Result(name, i, outcome.status, outcome.sentence, outcome.remedy, seconds)
 
+    def rehearse(self, i: int, name: str) -> None:
+        """Run one check on one sample without gradients, in a child that cannot have them."""
+        case, refusal = self._of_sample(i)
+        if not refusal:
+            case.derivative = Outcome("skip", "")
+            _run_check(CHECKS[name], case)
+
+    def preserved(self) -> contextlib.AbstractContextManager[None]:
+        """Restores what the checks change in the process."""
+        return preserved(self.report.device)
+
     def _of_sample(self, i: int) -> tuple[Case, str]:
         if self._case is None or self._case[0] != i:
             case = Case(self.op, self.samples[i], self.report.device, self.reference, derivative)
+            case.trying = self.trying
             self._case = i, case, _refusal(case)
         return self._case[1:]
 
@@ -369,8 +382,14 @@ def _interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _home(op: Operator) -> str:
-    """The device for an operator without samples: its package's, else one where it has a kernel."""
+def _home(op: Operator, sample_inputs: Any) -> str:
+    """The device of the samples; without any, the package's, else one where the operator has a kernel."""
+    if callable(sample_inputs):
+        return "cpu"
+    if isinstance(sample_inputs, (list, tuple)):
+        samples = [sample_of(value) for value in sample_inputs]
+        tensors = (x for s in samples for x in tree_leaves((s.args, s.kwargs)) if isinstance(x, Tensor))
+        return next((str(x.device) for x in tensors), "cpu")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     if _registered(op):
         return backends.of_operator(op._schema.name).device
@@ -442,8 +461,9 @@ def preserved(device: str) -> Iterator[None]:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             for each in kinds - {"cpu", "meta"}:
-                devices = range(getattr(torch, each).device_count())
-                stack.enter_context(torch.random.fork_rng(devices, device_type=each))
+                module = getattr(torch, each)
+                if not getattr(module, "_is_in_bad_fork", bool)():
+                    stack.enter_context(torch.random.fork_rng(range(module.device_count()), device_type=each))
             yield
     finally:
         logging.disable(disabled)

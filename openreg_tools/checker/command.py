@@ -1,31 +1,27 @@
 """``openreg-tools check MODULE:OP``: the checker on the command line; ``check --abi LIBRARY``: the unstable symbols of
 a binary.
 
-The checks run in a worker process, so an operator that ends or hangs its process fails one check, and does not end the
+The checks run in a child process, so an operator that ends or hangs its process fails one check, and does not end the
 report.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import functools
 import importlib
-import os
 import sys
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from openreg_tools import dispatch, forms
-from openreg_tools.checker.checker import Checks, prepare, preserved
+from openreg_tools.checker import run
+from openreg_tools.checker.checker import Checks, prepare
 from openreg_tools.checker.checks import CHECKS
 from openreg_tools.checker.report import Report, Result
-from openreg_tools.conformance.worker import Worker, serving
 from openreg_tools.forms import Wrong
 from openreg_tools.samples import dtype_of, parse
-
-ENDS = 5  # how often the operator may end its process before the remaining checks are skipped
-WAITS = 2  # how often it may hang
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK", help="checks to leave out")
     parser.add_argument("--abi", metavar="LIBRARY", help="instead of OP, a library such as mypkg/_C.abi3.so: which symbols "
                         "of torch and CPython it uses that may change, and the lowest versions that it runs with")  # fmt: skip
+    parser.add_argument("--explain", metavar="CHECK", help="instead of OP, print what a check tests, with an example")
     parser.add_argument("--require-stable", action="store_true", help="with --abi: exit with 1 if a symbol may change")
     parser.add_argument("--generate", type=forms.count, metavar="N",
                         help="also make N calls with hypothesis, in child processes: layouts, dtypes, special values, aliases")  # fmt: skip
@@ -56,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=forms.duration, default=180, help="seconds allowed for one check of one sample (default 180)"
     )
     forms.add_arguments(parser)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--verbose", action="store_true", help="also show why checks were skipped, and what passed")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
@@ -66,8 +62,11 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         if arguments.abi:
             return _abi(arguments)
+        if arguments.explain:
+            print(explanation(arguments.explain))
+            return 0
         if arguments.op is None:
-            raise Wrong("expected an operator, or --abi LIBRARY")
+            raise Wrong("expected an operator, --explain CHECK or --abi LIBRARY")
         if arguments.require_stable:
             raise Wrong("--require-stable applies to a library: give --abi LIBRARY too")
     except Wrong as error:
@@ -75,8 +74,6 @@ def main(arguments: argparse.Namespace) -> int:
         return 2
     if "" not in sys.path and "." not in sys.path:
         sys.path.append("")  # python -P omits it, and my_module is most likely here
-    if arguments.worker:
-        return _serve(arguments)
     live = sys.stderr.isatty()
 
     def progress(where: str) -> None:
@@ -88,7 +85,8 @@ def main(arguments: argparse.Namespace) -> int:
             raise Wrong("--seed is the seed of generated calls: add --generate N")
         if "generated" in _names([*arguments.only, *arguments.skip]):
             raise Wrong("--only and --skip take checks; generated calls are made with --generate N alone")
-        report = _checked(arguments, progress)
+        # A child imports the operator, so that a library that ends its process there ends a child.
+        report = run.in_children(functools.partial(prepared, arguments), arguments.timeout, progress)
         if arguments.generate is not None:
             _generated(report, arguments)
     except (Wrong, ValueError) as error:
@@ -104,9 +102,6 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-# ---- the worker: reads "sample check" lines, answers with JSON lines ----
-
-
 def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = lambda report: None) -> Checks:
     """The checks that the options ask for.
 
@@ -118,126 +113,6 @@ def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = 
         skip=_names(arguments.skip), reference=_named(arguments.reference) if arguments.reference else None,
         started=started,
     )  # fmt: skip
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    answer = serving()
-    try:
-        checks = prepared(arguments, lambda report: answer(at="inputs", report=dataclasses.asdict(report)))
-    except (Wrong, ValueError) as error:
-        answer(wrong=str(error))
-        return 2
-    with preserved(checks.report.device):
-        answer(ready=True, report=dataclasses.asdict(checks.report), known=checks.known, may_pass=checks.may_pass)
-        for line in sys.stdin:
-            i, name = line.split()
-            answer(**dataclasses.asdict(checks.result(int(i), name)))
-    return 0
-
-
-class Checking(Worker):
-    """The process that runs the checks of an operator."""
-
-    report: Report | None = None  # as far as the process has prepared it
-    known: dict[str, str] = {}
-    may_pass: list[str] = []
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        return () if sys.path[:1] == [os.getcwd()] else ("-P",)
-
-    def words(self) -> list[str]:
-        a = self.arguments
-        words = ["check", a.op, "--worker", f"--dtype={a.dtype}"]
-        for option in ("device", "samples", "reference"):
-            if value := getattr(a, option):
-                words.append(f"--{option}={value}")
-        words += [f"--input={text}" for text in a.input]
-        for option in ("only", "skip"):
-            if names := getattr(a, option):
-                words += [f"--{option}", *names]
-        return words
-
-    def start(self) -> None:
-        self.shown = 0  # bytes of its stderr
-        super().start()
-
-    def read(self, deadline: float) -> dict[str, Any] | None:
-        answer = super().read(deadline)
-        if answer and "wrong" in answer:
-            raise Wrong(answer["wrong"])
-        if answer and "report" in answer and self.report is None or answer and "ready" in answer:
-            self.report = Report(**answer["report"])
-            self.known, self.may_pass = answer.get("known", {}), answer.get("may_pass", [])
-        return answer
-
-    def last_words(self) -> str:
-        self.show()
-        return super().last_words()
-
-    def show(self) -> None:
-        """Print what the process has printed. Reading must not move the offset, which the process shares."""
-        while text := os.pread(self.stderr.fileno(), 1 << 16, self.shown):
-            self.shown += len(text)
-            sys.stderr.write(text.decode(errors="replace"))
-
-
-def _checked(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
-    """The report of the checks, which run in a worker process."""
-    worker = Checking(arguments)
-    began = time.perf_counter()
-    try:
-        try:
-            worker.start()
-        except (RuntimeError, TimeoutError) as error:
-            if worker.report is None:  # the operator has no part in this
-                raise Wrong(f"the process that imports the operator ended: {error}") from None
-            return _ended_early(worker.report, error)
-        report, worker.report = worker.report, None
-        _run(worker, report, progress)
-        report.finish(worker.known, worker.may_pass)
-    finally:
-        worker.stop()
-    report.seconds = time.perf_counter() - began
-    return report
-
-
-def _ended_early(report: Report, error: Exception) -> Report:
-    report.device, report.samples = report.device or "an unknown device", ["the inputs that were being made"]
-    why = f"{report.operator}: the process ended while it made the inputs: {error or 'it did not answer'}"
-    report.results.append(Result("runs", 0, "fail", why, "give sample inputs, and find out what ends the process"))
-    report.about.setdefault("runs", "The operator accepts the sample.")
-    return report
-
-
-def _run(worker: Checking, report: Report, progress: Callable[[str], None]) -> None:
-    ended = hung = 0
-    stopped: dict[int, str] = {}  # by sample: why its remaining checks are skipped
-    for i, name in report.planned():
-        progress(f"checking sample {i}: {name}")
-        if i in stopped:
-            report.results.append(Result(name, i, "skip", stopped[i]))
-            continue
-        start = time.perf_counter()
-        try:
-            answer, kind, message, _ = worker.exchange(f"{i} {name}", "status")
-        except RuntimeError as error:  # a new process did not start
-            answer, kind, message = None, "crash", str(error)
-        if answer is not None:
-            worker.show()
-            report.results.append(Result(**answer))
-            continue
-        hung, ended = hung + (kind == "timeout"), ended + (kind != "timeout")
-        what = "the check does not end" if kind == "timeout" else "the process ends in this check"
-        remedy = "the operator must return or raise an exception; run its calls in a debugger to see where it stops"
-        result = Result(name, i, "fail", f"{report.operator}: {what}: {message}", remedy)
-        result.seconds = round(time.perf_counter() - start, 4)
-        report.results.append(result)
-        if name == "runs":
-            stopped[i] = f"{report.operator} does not return for this sample"
-        if ended == ENDS or hung == WAITS:
-            why = f"earlier checks {'did not end' if hung == WAITS else 'ended the process'}, so this one was not run"
-            stopped = dict.fromkeys(range(len(report.samples)), why)
 
 
 def _generated(report: Report, arguments: argparse.Namespace) -> None:
@@ -291,6 +166,19 @@ def _abi(arguments: argparse.Namespace) -> int:
     report = audit(arguments.abi)
     forms.write(report, arguments)
     return 1 if arguments.require_stable and not report.is_stable else 0
+
+
+def explanation(check: str) -> str:
+    """The section of docs/checker.md about a check.
+
+    Raises:
+        Wrong: there is no such check.
+    """
+    page = Path(__file__).with_name("checker.md").read_text()
+    sections = {text.partition("\n")[0]: text for text in page.split("\n## ")[1:]}
+    if check not in sections:
+        raise Wrong(f"there is no check {check}; there are {', '.join(sections)}")
+    return sections[check].rstrip()
 
 
 def _names(given: list[str]) -> list[str]:

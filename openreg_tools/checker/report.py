@@ -7,7 +7,7 @@ import html
 import itertools
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,22 @@ MEANINGS = {
 }
 
 
+# Which part of an operator a check tests, in the order in which a report names one check for a cause. A check that is
+# not listed tests what no other does.
+PARTS = {
+    "kernel": "runs schema opcheck_schema layouts empty zero_dim large stream poison determinism threads reference".split(),
+    "backward": "backward gradcheck gradgradcheck forward_ad func_grad".split(),
+    "fake kernel": "fake_layouts fake_dtypes fake_dynamic fake_unbacked opcheck_faketensor".split(),
+    # These run several parts, so they also fail where one of the parts is wrong.
+    "program": (
+        "opcheck_aot_dispatch_dynamic compile compile_unbacked export export_unbacked functionalization vmap vmap_grad "
+        "jit_trace jit_script copies dtensor"
+    ).split(),
+}
+_PART = {check: part for part, checks in PARTS.items() for check in checks}
+_ORDER = list(_PART)
+
+
 @dataclasses.dataclass
 class Result:
     """The result of one check for one sample."""
@@ -42,6 +58,15 @@ class Result:
     def docs(self) -> str:
         """The documentation of the check."""
         return f"{DOCS}#{self.check}"
+
+
+@dataclasses.dataclass
+class Cause:
+    """What is wrong with an operator: the failure that says it best, and the other checks that it makes fail."""
+
+    result: Result
+    samples: list[int]
+    also: list[Result]
 
 
 @dataclasses.dataclass
@@ -108,6 +133,28 @@ class Report:
                         groups.setdefault((r.check, r.sentence), (r, []))[1].append(r.sample)
         return list(groups.values())
 
+    def causes(self) -> list[Cause]:
+        """The failures by cause.
+
+        A wrong kernel also makes the checks of backward and of whole programs fail, and a wrong backward or fake kernel
+        those of programs.
+        """
+        found: dict[str, Cause] = {}
+        failed = [check for check in self.about if self.of("fail", check)]
+        failed.sort(key=lambda check: _ORDER.index(check) if check in _PART else -1)
+        for check in failed:
+            results = self.of("fail", check)
+            part = _PART.get(check, check)
+            if part == "backward" and "kernel" in found:
+                part = "kernel"
+            if part == "program":
+                part = next((each for each in ("kernel", "backward", "fake kernel") if each in found), "program")
+            if part in found:
+                found[part].also += results[:1]
+            else:
+                found[part] = Cause(results[0], [result.sample for result in results], [])
+        return list(found.values())
+
     def summary(self) -> str:
         """One line: the verdict, the counts of each status, and the seconds."""
         counts = Counter(r.status for r in self.results)
@@ -141,21 +188,36 @@ class Report:
             lines.append("")
         if hidden := [check for check in self.about if check not in shown]:
             lines += [*wrapped([f"Skipped for every sample (--verbose says why): {', '.join(hidden)}"]), ""]
-        statuses = ("fail", "warn", "known", "refused", *(("skip", "pass") if verbose else ()))
-        for result, samples in self.grouped(*statuses):
-            if not result.sentence:
-                continue
-            where = "" if len(samples) == len(self.samples) else f" (sample {', '.join(map(str, samples))})"
-            lines.append(f"{result.status.upper() if result.status == 'fail' else result.status} {result.check}{where}")
-            lines += wrapped([result.sentence])
-            if result.remedy:
-                text, *commands = result.remedy.split("\n")  # commands can be copied as they are
-                lines += wrapped([f"{'Cause' if result.status == 'known' else 'Remedy'}: {text}"])
-                lines += [f"    {command}" for command in commands]
-            if result.status in ("fail", "warn", "known"):
-                lines.append(f"    {result.docs}")
+        if limits := [result.check for result, _ in self.grouped("limit")]:
+            lines += wrapped(
+                [f"PyTorch's own limits, whatever the operator does (--verbose): {', '.join(dict.fromkeys(limits))}"]
+            )
+        for result, samples in self.grouped(
+            *(("skip", "pass", "limit") if verbose else ()), "refused", "warn", "known"
+        ):
+            lines += self._said(result, samples)
+        for cause in self.causes():
+            lines += self._said(cause.result, cause.samples, most=None if verbose else _LINES)
+            if cause.also and not verbose:
+                lines += wrapped([f"Also fails: {', '.join(each.check for each in cause.also)} (--verbose shows them)"])
+            for each in cause.also if verbose else ():
+                lines += wrapped([f"Also fails {each.check}: {each.sentence}"])
+            lines.append(f"    More: openreg-tools check --explain {cause.result.check}")
         lines += ["", self.summary()]
         return "\n".join(lines)
+
+    def _said(self, result: Result, samples: list[int], most: int | None = None) -> list[str]:
+        """What a check says, in at most `most` lines for the sentence and for the remedy each."""
+        if not result.sentence:
+            return []
+        where = "" if len(samples) == len(self.samples) else f" (sample {', '.join(map(str, samples))})"
+        lines = [f"{MARKS[result.status] if result.status == 'fail' else result.status} {result.check}{where}"]
+        lines += _cut(wrapped([result.sentence]), most)
+        if result.remedy:
+            text, *commands = result.remedy.split("\n")  # commands can be copied as they are
+            lines += _cut(wrapped([f"{'Cause' if result.status == 'known' else 'Remedy'}: {text}"]), most)
+            lines += [f"    {command}" for command in commands]
+        return lines
 
     def dict(self) -> dict[str, Any]:
         """What `json()` writes."""
@@ -169,6 +231,10 @@ class Report:
             "notes": self.notes,
             "samples": self.samples,
             "checks": self.about,
+            "causes": [
+                {"check": each.result.check, "samples": each.samples, "also": [also.check for also in each.also]}
+                for each in self.causes()
+            ],
             "results": [{**dataclasses.asdict(r), "docs": r.docs} for r in self.results],
         }
 
@@ -186,24 +252,29 @@ class Report:
                 results = [by_sample.get(i, Result(check, i, "skip")) for i in range(len(self.samples))]
                 cells = [(MARKS[r.status], {"class": r.status, "title": r.sentence}) for r in results]
                 rows.append([(check, {"title": about}), *cells])
-        boxes = []
-        for result, samples in self.grouped("fail", "warn", "known", "refused", "pass", "skip"):
-            if not result.sentence:
-                continue
+
+        def box(result: Result, samples: list[int], also: Sequence[Result] = ()) -> str:
             remedy = f"<p><b>Remedy.</b> {e(result.remedy)}</p>" if result.remedy else ""
+            others = "".join(f"<p>Also fails {e(each.check)}: {e(each.sentence)}</p>" for each in also)
             about = f'<p>{e(self.about[result.check])} <a href="{_docs(result.check)}">{e(result.docs)}</a></p>'
-            boxes.append(
-                pages.details(
-                    f"{result.status} {result.check}, sample {', '.join(map(str, samples))}",
-                    f"{pages.text(result.sentence)}{remedy}{about}",
-                    result.status,
-                    is_open=result.status == "fail",
-                )
+            return pages.details(
+                f"{result.status} {result.check}, sample {', '.join(map(str, samples))}",
+                f"{pages.text(result.sentence)}{remedy}{others}{about}",
+                result.status,
+                is_open=result.status == "fail",
             )
+
+        failures = [box(cause.result, cause.samples, cause.also) for cause in self.causes()]
+        others = [
+            box(result, samples)
+            for result, samples in self.grouped("warn", "known", "limit", "refused", "pass", "skip")
+            if result.sentence
+        ]
         samples = "".join(f"<li><code>{e(text)}</code></li>" for text in self.samples)
         counts = Counter(r.status for r in self.results)
         body = [
             pages.text(self.summary()),
+            *failures,
             f"<p><code>{e(self.schema)}</code> on {e(self.device)}, torch {e(self.torch)}</p>",
             pages.facts({status: counts[status] for status in MARKS if counts[status]}),
             pages.section("Samples", f'<ol start="0">{samples}</ol>{"".join(map(pages.text, self.notes))}'),
@@ -212,9 +283,16 @@ class Report:
                 pages.legend({s: (m, MEANINGS[s]) for s, m in MARKS.items()})
                 + f'<div class="map">{pages.table(rows)}</div>',
             ),
-            pages.section("Results", "".join(boxes)),
+            pages.section("Other results", "".join(others)),
         ]
         return pages.page(f"check of {self.operator}", self.operator, "".join(body))
+
+
+_LINES = 6
+
+
+def _cut(lines: list[str], most: int | None) -> list[str]:
+    return lines if most is None or len(lines) <= most else [*lines[: most - 1], lines[most - 1][:76] + " …"]
 
 
 def _docs(check: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools import backends, dispatch, operators
+from openreg_tools import backends, dispatch, forked, operators
 from openreg_tools.conformance import freed, generated, opinfo, survey
 from openreg_tools.conformance.calls import Call, Move, stays_within
 from openreg_tools.conformance.recipes import RECIPES
@@ -417,7 +417,7 @@ def _refused(report: opinfo.Report, name: str, samples: int, device: str, at: Ca
         at(f"generated, refused sample {i}")
         report.ran["generated"] += 1
         try:
-            with survey.at_most(4 << 30):
+            with forked.at_most(4 << 30):
                 run(name, call, device)
         except Exception:
             continue
@@ -464,7 +464,7 @@ def _garbage(
             fail("crash", f"on the CPU: {cpu.message}")
             continue
         try:
-            with survey.at_most(4 << 30):
+            with forked.at_most(4 << 30):
                 run(name, call, device)
             error = None
         except Exception as raised:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from openreg_tools import dispatch
+from openreg_tools import dispatch, forked
 from openreg_tools.conformance import generated, opinfo, schemas, survey
 from openreg_tools.conformance.calls import Call, Move, fenced, stays_within
 from openreg_tools.generate import aliasing, changes, numerics, tables
@@ -65,7 +65,7 @@ class PlainBits(Plain):
 
 def called(name: str, call: Call, move: Move, _: opinfo.Mover) -> Any:
     """Results, written arguments, and the memory of all arguments; deferred errors are raised here."""
-    with survey.at_most(BYTES):
+    with forked.at_most(BYTES):
         out, written = schemas._call(name, call, move)
         if move.device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(move.device)

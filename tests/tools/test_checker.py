@@ -1563,17 +1563,12 @@ def ends(tmp_path_factory):
 
 
 @pytest.fixture
-def checked(ends, monkeypatch, capfd):
+def checked(ends):
     """The command `check` of an operator of the module `ends`: its status, its report, and what it prints to stderr."""
-    monkeypatch.setenv("PYTHONPATH", f"{Path(openreg_ops.__file__).parents[1]}{os.pathsep}{ends}")
-    monkeypatch.setattr(subprocess, "Popen", forking())
-    parser = argparse.ArgumentParser()
-    checker_command.add_arguments(parser)
 
     def run(name, *words):
-        status = checker_command.main(parser.parse_args([f"ends::{name}", "--import=ends", *words, "--json=-"]))
-        said = capfd.readouterr()
-        return status, json.loads(said.out), said.err
+        result = command(f"ends::{name}", "--import=ends", *words, "--json=-", cwd=ends)
+        return result.returncode, json.loads(result.stdout), result.stderr
 
     return run
 
@@ -1588,7 +1583,7 @@ def test_an_operator_that_exits_fails(ends):
     report = json.loads((ends / "data.json").read_text())
     assert len(report["results"]) == 6 and not report["passed"]
     (failure,) = [each for each in report["results"] if each["check"] == "determinism" and not each["sample"]]
-    assert failure["sentence"].startswith("ends::leaves: the process ends in this check: exit 0: ")
+    assert failure["sentence"].startswith("ends::leaves: the process ends in this check: exit 0")
     assert "ends::leaves FAILS: " in result.stdout and "FAIL" in (ends / "page.html").read_text()
     assert "said by samples" in result.stderr
 
@@ -1599,7 +1594,7 @@ def test_an_operator_that_exits_fails(ends):
     [
         ("segfaults", "the process ends in this check: signal 11: Fatal Python error: Segmentation fault"),
         ("signals", "the process ends in this check: "),
-        ("hangs", "the check does not end: no result after 3.0 s"),
+        ("hangs", "the check does not end: no result after 3 s"),
     ],
 )
 def test_an_operator_that_ends_the_process_fails(checked, name, sentence):
@@ -1624,14 +1619,14 @@ def test_an_operator_that_ends_the_process_with_generated_inputs(checked, name, 
 
 
 @pytest.mark.processes
-def test_too_many_ends_of_the_process(checked, monkeypatch):
+@pytest.mark.parametrize("name, most", [("leaves", 20), ("hangs", 2)])
+def test_too_many_ends_of_the_process(checked, name, most):
     """The remaining checks are skipped, and say why."""
-    monkeypatch.setattr(checker_command, "ENDS", 1)
-    status, report, _ = checked("leaves", "--input=f32[3]", "--input=f32[4]", "--only=determinism,copies")
-    assert status == 1 and [each["status"] for each in report["results"]] == ["fail", "skip", "skip", "skip"]
-    assert {each["sentence"] for each in report["results"][1:]} == {
-        "earlier checks ended the process, so this one was not run"
-    }
+    inputs = [f"--input=f32[{n}]" for n in range(3, 25)]
+    status, report, _ = checked(name, *inputs, "--only=determinism", "--timeout=0.5")
+    assert status == 1 and [each["status"] for each in report["results"]] == ["fail"] * most + ["skip"] * (22 - most)
+    why = "did not end" if name == "hangs" else "ended the process"
+    assert report["results"][-1]["sentence"] == f"earlier checks {why}, so this one was not run"
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()], ids=lambda e: type(e).__name__)
@@ -1681,7 +1676,7 @@ def test_ctrl_c_ends_the_command(ends):
         [sys.executable, "-m", "openreg_ops", "check", *words], cwd=ends, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": f"{Path(openreg_ops.__file__).parents[1]}"}, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    while "checking sample 0: runs" not in process.stderr.readline():
+    while "sample 0: runs" not in process.stderr.readline():
         pass
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
@@ -1719,7 +1714,7 @@ def test_command_refuses_what_the_worker_refuses(module):
     assert result.stderr == "check: my_module has no op; it has torch, my_op, samples, reference, wrong\n"
 
 
-# Each option of `check`, and how it shows that it reached the worker process.
+# Each option of `check`, and how it shows in the report.
 OPTIONS = {
     "--samples my_module:samples": lambda report: report["samples"] == ["float32[3, 5]"],
     "--samples my_module:samples --dtype float64": lambda report: report["samples"] == ["float64[3, 5]"],
@@ -1732,16 +1727,12 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("words", OPTIONS)
-def test_options_reach_the_worker(module, monkeypatch, words):
-    """The options that the process is started with are those of the command, for each of them."""
+def test_options_reach_the_checks(module, monkeypatch, words):
     monkeypatch.syspath_prepend(module)
     parser = argparse.ArgumentParser()
     checker_command.add_arguments(parser)
     only = [] if "--only" in words else ["--only", "runs"]
-    asked = parser.parse_args(["my_module:my_op", *words.split(), *only])
-    started = parser.parse_args(checker_command.Checking(asked).words()[1:])
-    assert started.worker
-    checks = checker_command.prepared(started)
+    checks = checker_command.prepared(parser.parse_args(["my_module:my_op", *words.split(), *only]))
     report = checks.report
     report.results = [checks.result(i, name) for i, name in report.planned()]
     assert OPTIONS[words](report.dict()), report.dict()
@@ -1773,13 +1764,13 @@ def test_options_reach_the_processes_of_generated_calls(module, monkeypatch):
         assert report.notes == ["3 calls", "Allowed in 2 generated calls: memory"] and report.seconds == 2.0
 
 
-def test_every_option_of_check_reaches_the_worker():
+def test_every_option_of_check_is_tried():
     """Or belongs to the process that writes the report."""
     parser = argparse.ArgumentParser()
     checker_command.add_arguments(parser)
     options = {each for action in parser._actions for each in action.option_strings if each.startswith("--")}
     of_report = {"--json", "--html", "--verbose", "--quiet", "--timeout", "--generate", "--seed"}
-    others = {"--help", "--worker", "--abi", "--require-stable", "--import"}  # --import: every worker has it
+    others = {"--help", "--abi", "--require-stable", "--explain", "--import"}
     tried = {word for words in OPTIONS for word in words.split() if word.startswith("--")}
     assert options == of_report | others | tried
 
@@ -1797,7 +1788,7 @@ def test_progress_is_one_line_on_a_terminal(module, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert openreg_ops.__main__.main() == 0
     *lines, end = sys.stderr.getvalue().split("\r")[1:]
-    assert [each.strip() for each in lines] == ["checking sample 0: runs", "checking sample 0: copies", ""] and not end
+    assert [each.strip() for each in lines] == ["[1/2] sample 0: runs", "[2/2] sample 0: copies", ""] and not end
     assert {len(each) for each in lines} == {60}
 
 

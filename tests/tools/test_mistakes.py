@@ -21,4 +21,3 @@ def test_operator(operator, device):
     failed = [each.check for each in report.failures]
     assert set(failed) <= set(operator.found_by), str(report)
     assert not operator.found_by or operator.found_by[0] in failed, str(report)
-

@@ -5,7 +5,6 @@ A call that ends the process would end the tests, so garbage runs in the conform
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import textwrap
@@ -166,7 +165,7 @@ def test_calls_that_the_cpu_refuses(key, errors):
 def test_a_call_that_ends_or_hangs_its_process_costs_one_attempt():
     def attempt(i):
         if i == 1:
-            os.kill(os.getpid(), signal.SIGSEGV)
+            signal.raise_signal(signal.SIGSEGV)
         if i == 3:
             raise ValueError("no\nsecond line")
         if i == 4:
@@ -174,7 +173,8 @@ def test_a_call_that_ends_or_hangs_its_process_costs_one_attempt():
 
     outcomes = dict(survey.survey(6, attempt, seconds=2))
     assert [outcomes[i].kind for i in range(6)] == ["returned", "crashed", "returned", "raised", "hung", "returned"]
-    assert outcomes[1].message == "signal 11" and outcomes[3].message == "ValueError: no"
+    assert outcomes[1].message == "signal 11: Fatal Python error: Segmentation fault"
+    assert outcomes[3].message == "ValueError: no"
     assert [i for i, _ in survey.survey(6, lambda i: None, enough=2)] == [0, 1]
 
 

@@ -70,3 +70,7 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
 # The checks that also apply to sparse and other tensors without strides.
 ANY_LAYOUT = {"runs", "reference", "opcheck_faketensor", "backward", "jit_trace", "jit_script", "copies", "determinism",
               "threads", "poison", "overhead"}  # fmt: skip
+
+# The checks that call the kernel with sizes, strides, dtypes or values that the author did not give.
+UNUSUAL = {name for name, check in CHECKS.items() if check.__module__ == inputs.__name__}
+UNUSUAL |= {"schema", "fake_layouts", "fake_dtypes", "fake_errors"}

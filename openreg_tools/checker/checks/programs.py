@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import SEED, Case, Operator, last_line
+from openreg_tools.checker.case import Case, Operator, last_line
 from openreg_tools.checker.checks.common import differs, fail, needs_tensors, skip
 from openreg_tools.checker.checks.fakes import program, unlike_eager
 
@@ -110,7 +110,7 @@ def copies(case: Case) -> str | None:
 
     def run(program: Any) -> list[Tensor]:
         if case.seeded:
-            torch.manual_seed(SEED)
+            case.seed()
         with torch.no_grad():
             outs = program(*case.fresh())
         return [x.clone() for x in torch.utils._pytree.tree_leaves(outs) if isinstance(x, Tensor)]

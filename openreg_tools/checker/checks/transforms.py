@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import SEED, Case, cotangents, differentiable, last_line, name_of
+from openreg_tools.checker.case import Case, cotangents, differentiable, last_line, name_of
 from openreg_tools.checker.checks.common import (
     differs,
     dtype_name,
@@ -58,7 +58,7 @@ def out(case: Case) -> str | None:
     def run(outs: list[Tensor]) -> Any:
         args, kwargs = case.arguments(case.fresh())
         if case.seeded:
-            torch.manual_seed(SEED)
+            case.seed()
         with torch.no_grad():
             return variant(*args, **kwargs, **dict(zip(names, outs, strict=True)))
 

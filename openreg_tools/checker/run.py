@@ -1,0 +1,158 @@
+"""Runs the checks of an operator: in forked children, or in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from openreg_tools import forked
+from openreg_tools.checker.case import last_line
+from openreg_tools.checker.checks import UNUSUAL
+from openreg_tools.checker.report import Report, Result
+from openreg_tools.forms import Wrong
+
+if TYPE_CHECKING:
+    from openreg_tools.checker.checker import Checks
+
+Prepare = Callable[..., "Checks"]  # takes `started`, which is called with the report before the samples are made
+ENDS = 20  # how often the operator may end its process before the remaining checks are skipped
+HANGS = 2  # how often it may hang
+
+
+def in_process(checks: Checks, seconds: float, progress: Callable[[str], None]) -> Report:
+    """Run every check here. The kernel first gets unusual inputs in a forked child, where that is possible."""
+    report, began = checks.report, time.perf_counter()
+    host = report.device == "cpu" and hasattr(os, "fork")
+    with forked.at_most() if host else contextlib.nullcontext(), checks.preserved():
+        for i, name in report.planned():
+            progress(_where(report, i, name))
+            rehearsed = _rehearsed(checks, i, name, seconds) if host and name in UNUSUAL else None
+            report.results.append(rehearsed or checks.result(i, name))
+    report.finish(checks.known, checks.may_pass)
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _rehearsed(checks: Checks, i: int, name: str, seconds: float) -> Result | None:
+    """The result of a check that ends or hangs a child, which calls the kernel without autograd."""
+    trying = ""
+
+    def work(answer: Callable[[Any], None]) -> None:
+        checks.trying = answer
+        with forked.at_most():
+            checks.rehearse(i, name)
+
+    try:
+        for trying in forked.answers(work, seconds):
+            pass
+    except forked.Ended as error:
+        return _ended(checks.report, i, name, error, trying)
+    return None
+
+
+def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None]) -> Report:
+    """Prepare and run every check in a forked child; when it ends or hangs in one, another goes on with the next.
+
+    Args:
+        seconds: how long one check of one sample may take.
+    Raises:
+        ValueError: the request is wrong.
+    """
+    began = time.perf_counter()
+    report: Report | None = None
+    listed: dict[str, Any] = {}  # what is known to fail
+    planned: list[tuple[int, str]] = []
+    stopped: dict[int, str] = {}  # by sample: why its remaining checks are skipped
+    ends, hangs = 0, 0
+
+    def work(answer: Callable[[Any], None]) -> None:
+        try:
+            checks = prepare(started=lambda report: answer({"started": dataclasses.asdict(report)}))
+        except Exception as error:
+            said = isinstance(error, (ValueError, Wrong))
+            if not said:
+                traceback.print_exc()
+            answer({"wrong": str(error) if said else last_line(error)})
+            return
+        told = {"known": checks.known, "may_pass": checks.may_pass}
+        answer({"ready": dataclasses.asdict(checks.report), **told})
+        torch.empty(0, device=checks.report.device)  # a device reserves its memory before there is a limit
+        with forked.at_most(), checks.preserved():
+            checks.trying = lambda inputs: answer({"trying": inputs})
+            for i, name in planned[len(report.results) :] if report else checks.report.planned():
+                answer({"at": [i, name]})
+                result = Result(name, i, "skip", stopped[i]) if i in stopped else checks.result(i, name)
+                answer({"result": dataclasses.asdict(result)})
+
+    while True:
+        started, at, trying, since = None, None, "", time.perf_counter()
+        try:
+            for said in forked.answers(work, seconds):
+                if "wrong" in said:
+                    raise ValueError(said["wrong"])
+                if "started" in said:
+                    started = Report(**said["started"])
+                if "ready" in said and report is None:
+                    report, listed = Report(**said["ready"]), said
+                    planned = list(report.planned())
+                if "at" in said:
+                    at, trying, since = tuple(said["at"]), "", time.perf_counter()
+                    progress(_where(report, *at))
+                trying = said.get("trying", trying)
+                if "result" in said:
+                    report.results.append(Result(**said["result"]))
+                    at = None
+            break
+        except forked.Ended as error:
+            if report is None:
+                if started is None:  # the operator has no part in this
+                    raise ValueError(f"the process that imports the operator ended: {error}") from None
+                report = _ended_early(started, error)
+                break
+            if len(report.results) == len(planned):
+                break
+            hung = isinstance(error, forked.Hung)
+            ends, hangs = ends + (not hung), hangs + hung
+            i, name = at or planned[len(report.results)]
+            report.results.append(_ended(report, i, name, error, trying))
+            report.results[-1].seconds = round(time.perf_counter() - since, 4)
+            if name == "runs":
+                stopped[i] = f"{report.operator} does not return for this sample"
+            if ends == ENDS or hangs == HANGS:
+                why = f"earlier checks {'did not end' if hung else 'ended the process'}, so this one was not run"
+                stopped = dict.fromkeys(range(len(report.samples)), why)
+    report.finish(listed.get("known", {}), listed.get("may_pass", []))
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _where(report: Report, i: int, name: str) -> str:
+    done, total = len(report.results), len(report.samples) * len(report.about)
+    return f"[{done + 1}/{total}] sample {i}: {name}"
+
+
+def _ended(report: Report, i: int, name: str, error: forked.Ended, trying: str) -> Result:
+    given = f"given {trying}, " if trying else ""
+    what = "the check does not end" if isinstance(error, forked.Hung) else "the process ends in this check"
+    remedy = "the operator must return or raise an exception; run its calls in a debugger to see where it stops"
+    if trying and not isinstance(error, forked.Hung):
+        remedy = (
+            "the kernel reads or writes outside its arguments for these inputs: check sizes and the values of indices "
+            "before it touches memory (TORCH_CHECK, torch._check)"
+        )
+    return Result(name, i, "fail", f"{report.operator}: {given}{what}: {error}", remedy)
+
+
+def _ended_early(report: Report, error: Exception) -> Report:
+    report.device, report.samples = report.device or "an unknown device", ["the inputs that were being made"]
+    why = f"{report.operator}: the process ended while it made the inputs: {error}"
+    report.results.append(Result("runs", 0, "fail", why, "give sample inputs, and find out what ends the process"))
+    report.about.setdefault("runs", "The operator accepts the sample.")
+    return report
