@@ -50,8 +50,8 @@ def _rehearsed(checks: Checks, i: int, name: str, seconds: float) -> Result | No
             checks.rehearse(i, name)
 
     try:
-        for trying in forked.answers(work, seconds):
-            pass
+        for inputs in forked.answers(work, seconds):
+            trying = inputs
     except forked.Ended as error:
         return _ended(checks.report, i, name, error, trying)
     return None

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import forking, python
+from processes import python
 from torch import Tensor
 from torch.library import opcheck
 

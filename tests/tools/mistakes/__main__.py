@@ -10,10 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import mistakes
 import torch
 from torch.utils._pytree import tree_map
 
+import mistakes
 from openreg_ops.testing import check
 from openreg_tools.samples import sample_of
 

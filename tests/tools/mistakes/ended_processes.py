@@ -7,8 +7,9 @@ import os
 import time
 
 import torch
-from mistakes import Example, right, wrong
 from torch.library import custom_op
+
+from mistakes import Example, right, wrong
 
 
 def rows(table, index):
