@@ -1,6 +1,7 @@
 """Every block of code in README.md and docs/ runs: unchanged, or after the SETUP of a fragment.
 
-Pages in ELSEWHERE have a test of their own. tests/clients/test_docs.py runs "Training frameworks" of docs/integration.md,
+Pages in ELSEWHERE have a test of their own. So have the examples of the checks in docs/checker.md, in
+tests/tools/test_checker_page.py. tests/clients/test_docs.py runs "Training frameworks" of docs/integration.md,
 which needs libraries that the tests' environment does not have.
 """
 
@@ -17,6 +18,7 @@ from processes import python
 from torch.utils import cpp_extension
 
 import openreg_ops
+from openreg_tools.checker.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not (ROOT / "docs").exists(), reason="needs the source tree")]
@@ -51,7 +53,6 @@ from openreg_ops.testing import device_type
 # What a fragment needs before it: page, heading, and a text of the block that it is for.
 SETUP = {
     ("docs/checker.md", "The checker", ""): FOO,
-    ("docs/checker.md", "func_grad", ""): "import torch\n",
     ("docs/device-type-tests.md", "Blocked tests and tolerances", ""): TEST_CASE,
     ("docs/streams.md", "The sanitizer", ""): STREAMS,
     ("docs/streams.md", "Correct patterns", ""): STREAMS,
@@ -87,6 +88,8 @@ def blocks():
                 continue
             heading = next(title for title in reversed(headings) if title)
             if page == "docs/integration.md" and "Training frameworks" in headings:
+                continue
+            if page == "docs/checker.md" and language == "python" and heading in CHECKS:
                 continue
             yield page, heading, language, text
 

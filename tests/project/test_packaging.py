@@ -60,6 +60,7 @@ def test_sdist_has_all_that_a_build_needs(tmp_path):
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
+        assert not [member.name for member in tar if member.issym()], "a link may lead out of the archive"
     for pattern in (
         "csrc/**/*.cpp",
         "csrc/**/*.h",
@@ -75,6 +76,7 @@ def test_sdist_has_all_that_a_build_needs(tmp_path):
         "setup.py",
         "pyproject.toml",
         "openreg_tools/pyproject.toml",
+        "openreg_tools/checker/checker.md",
         "build_backend.py",
         "Makefile",
         "LICENSE",
