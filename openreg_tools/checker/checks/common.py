@@ -69,6 +69,16 @@ def refuse_or_fail(case: Case, error: BaseException, what: str, remedy: str) -> 
     fail(f"{case.name}: {what} raised {last_line(error)}", remedy)
 
 
+def unless_generated(case: Case, error: BaseException, where: str) -> None:
+    """End the check at pytorch#168393: the Function that register_autograd generates has no setup_context."""
+    if "must override the setup_context" not in str(error):
+        return
+    with torch.enable_grad():
+        outs = case.run(*case.fresh(grad=True))
+    if any(out.grad_fn is not None and out.grad_fn.name().startswith("GeneratedBackwardFor") for out in outs):
+        limit(f"{where} does not support torch.library.register_autograd (pytorch#168393)")
+
+
 def needs_tensors(case: Case) -> None:
     if not case.expected:
         skip("it returns no tensor, and a compiler does not know its result")
@@ -89,6 +99,15 @@ _TOLERANCE = {  # rtol and atol; atol is for numbers near 1, and grows with the 
     torch.complex128: 1e-9,
     torch.complex64: 2e-5,
 }
+
+
+def scaled(x: Tensor, factor: float, plus: float = 0) -> Tensor:
+    """A copy with a floating tensor's values multiplied, and moved; through float32 where x has no arithmetic."""
+    if not (x.is_floating_point() or x.is_complex()) or x.is_quantized:
+        return x.clone()
+    if x.is_floating_point() and x.element_size() == 1:
+        return (x.to(torch.float32) * factor + plus).to(x.dtype)
+    return x * factor + plus if plus else x * factor
 
 
 def tolerance(*tensors: Tensor) -> float:
