@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import SEED, Case, Outcome, cotangents, differentiable, last_line, name_of
+from openreg_tools.checker.case import SEED, Case, Outcome, attached, cotangents, differentiable, last_line, name_of, small
 from openreg_tools.checker.checks.common import (
     differs,
     dtype_name,
@@ -155,11 +155,11 @@ def _dims_of(case: Case) -> list[tuple[int | None, ...]]:
 def _said(case: Case, dims: Sequence[int | None]) -> str:
     where = {0: "", -1: " along its last dimension"}
     named = [
-        f"{name}{where.get(d, f' along dimension {d}')}"
+        f"{name} batched{where.get(d, f' along dimension {d}')}"
         for name, d in zip(case.names, dims, strict=True)
         if d is not None
     ]
-    return f"{', '.join(named)} batched" + (", and no other tensor" if len(named) < len(dims) else "")
+    return ", ".join(named) + (", and no other tensor" if len(named) < len(dims) else "")
 
 
 def _rows(batch: list[list[Tensor]], dims: Sequence[int | None]) -> tuple[list[list[Tensor]], list[Tensor]]:
@@ -268,7 +268,7 @@ def autocast(case: Case) -> str | None:
     kind = case.device.type
     if not torch.amp.is_autocast_available(kind):
         skip(f"{kind} has no autocast")
-    floats = [i for i, x in enumerate(case.leaves) if x.is_floating_point()]
+    floats = [i for i, x in enumerate(case.leaves) if x.is_floating_point() and not small(x)]
     if not floats:
         skip("no floating tensor argument")
     if any(case.leaves[i].dtype == torch.float64 for i in floats):
@@ -308,9 +308,9 @@ def autocast(case: Case) -> str | None:
             leaves = case.leaf(tensors)
             with torch.autocast(kind, dtype=torch.bfloat16):
                 outs = case.run(*leaves)
-            attached = [x for x in outs if x.requires_grad]
+            outs = attached(outs)
             try:
-                grads = torch.autograd.grad(attached, case.of(leaves), cotangents(attached), allow_unused=True)
+                grads = torch.autograd.grad(outs, case.of(leaves), cotangents(outs), allow_unused=True)
             except Exception as error:
                 fail(
                     f"{case.name}: the backward of a call under autocast ({said}) raised {last_line(error)}",

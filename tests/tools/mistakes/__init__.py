@@ -85,7 +85,7 @@ def without_gradient(schema: str, kernel: Callable[..., Any], fake: Callable[...
     def refuse(ctx: Any, *grads: Any) -> None:
         raise NotImplementedError("this operator has no derivative")
 
-    return define(schema, kernel, fake, refuse, lambda ctx, inputs, output: None, **more)
+    return define(schema, kernel, fake, refuse, lambda ctx, inputs, output, keyword_only_inputs=None: None, **more)
 
 
 def load() -> list[Operator]:
