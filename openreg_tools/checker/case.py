@@ -239,6 +239,15 @@ class Case:
     def composite(self) -> bool:
         return self.has_kernel("CompositeImplicitAutograd")
 
+    def numbers(self, tensors: list[Tensor]) -> list[Any]:
+        """The outputs that are not tensors, of a call on these tensors."""
+        args, kwargs = self.arguments(tensors)
+        with torch.no_grad():
+            out = self.op(*args, **kwargs)
+        outs = (out,) if len(self.schema.returns) == 1 else out or ()
+        kinds = [str(each.type) for each in self.schema.returns]
+        return tree_leaves([value for value, kind in zip(outs, kinds, strict=True) if "Tensor" not in kind])
+
 
 def _copied(x: Tensor, device: torch.device | str, storages: dict[int, Tensor]) -> Tensor:
     """A copy with the strides and the memory around x; tensors that share memory still share it."""
@@ -253,8 +262,18 @@ def _copied(x: Tensor, device: torch.device | str, storages: dict[int, Tensor]) 
     return whole.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset()).detach()
 
 
+def small(x: Tensor) -> bool:
+    """Whether x is float8 or float4, which have no arithmetic, and no gradient."""
+    return x.is_floating_point() and x.element_size() == 1
+
+
 def differentiable(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
+    return x.is_floating_point() and not small(x) or x.is_complex()
+
+
+def attached(outs: Iterable[Tensor]) -> list[Tensor]:
+    """The outputs that have a gradient."""
+    return [out for out in outs if out.requires_grad and differentiable(out)]
 
 
 def cotangents(outs: Iterable[Tensor]) -> list[Tensor]:
@@ -270,7 +289,7 @@ def gradients(
     function: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], wanted: list[bool]
 ) -> list[Tensor | None]:
     """Gradients of the requested tensors, through every output that has one."""
-    outs = [out for out in function(*tensors) if out.requires_grad]
+    outs = attached(function(*tensors))
     leaves = [x for x, flag in zip(tensors, wanted, strict=True) if flag]
     if not outs or not leaves:
         return [None] * len(leaves)

@@ -373,7 +373,7 @@ def test_wrong_batching_rule():
     last_sum.register_fake(lambda x: x.new_empty(x.shape[:-1]))
     last_sum.register_vmap(lambda info, dims, x: (x.sum(-1), 0))  # right only where the batch comes first
     sentence = caught(last_sum, [(torch.randn(4, 6),)], "vmap")
-    assert "under torch.vmap with x batched last" in sentence
+    assert "under torch.vmap with x batched along its last dimension" in sentence
 
 
 def test_batching_rule_that_raises():
@@ -695,8 +695,7 @@ def test_gradient_that_torch_func_does_not_find():
         torch.func.grad(lambda x: cubed(x).sum())(x)
     except RuntimeError as error:
         assert "must override the setup_context" in str(error)
-        assert result.status == "warn" and "must override the setup_context" in result.sentence
-        assert "setup_context(ctx, inputs, output)" in result.remedy
+        assert result.status == "limit" and "pytorch#168393" in result.sentence
     else:
         assert result.status in ("pass", "fail")  # where its vjp inside another transform has no gradient
     torch.testing.assert_close(torch.func.grad(lambda x: Cubed.apply(x).sum())(x), 3 * x**2)

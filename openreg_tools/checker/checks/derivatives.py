@@ -22,6 +22,7 @@ from openreg_tools.checker.checks.common import (
     refuse_or_fail,
     refused,
     skip,
+    unless_generated,
     warn,
 )
 
@@ -134,8 +135,9 @@ def backward(case: Case) -> str | None:
 def _wide_leaves(case: Case) -> tuple[list[Tensor], dict[str, float]]:
     """Leaf tensors for finite differences, with the step and tolerances for their dtype."""
     tensors = [x.contiguous() if 0 in x.stride() else x for x in case.fresh(dtype=case.wide)]
-    if any(x.dtype in (torch.float16, torch.bfloat16) for x in case.of(tensors)):
-        skip("it does not accept float64, and finite differences in a half type are meaningless")
+    halves = (torch.float16, torch.bfloat16)
+    if any(x.dtype in halves for x in case.of(tensors)) or any(x.dtype in halves for x in plain(case, tensors)):
+        skip("it does not compute in float64, and finite differences in a half type are meaningless")
     return case.leaf(tensors), {} if case.wide else dict(eps=1e-3, atol=2e-2, rtol=2e-2)
 
 
@@ -335,7 +337,7 @@ def func_grad(case: Case) -> str | None:
     wanted = tuple(i for i, flag in enumerate(case.wanted) if flag)
     if any(x.is_complex() for x in (*case.leaves, *case.expected)):
         skip("torch.func.grad is for real numbers")
-    attached = [out.requires_grad for out in case.run(*case.fresh(grad=True))]
+    attached = [out.requires_grad and differentiable(out) for out in case.run(*case.fresh(grad=True))]
     tensors = case.fresh()
 
     def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -355,6 +357,7 @@ def func_grad(case: Case) -> str | None:
     try:
         got = torch.func.grad(loss, argnums)(*leaves)
     except Exception as error:
+        unless_generated(case, error, "torch.func")
         if refused(error):
             warn(f"{case.name}: backward gives its gradient, but torch.func.grad raises {last_line(error)}", _FUNC)
         refuse_or_fail(case, error, "torch.func.grad", _FUNC)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, cotangents, last_line
+from openreg_tools.checker.case import Case, attached, cotangents, last_line
 from openreg_tools.checker.checks.common import differs, fail, refuse, skip, tolerance, warn
 
 RANKS = 2
@@ -111,7 +111,7 @@ def dtensor(case: Case) -> str | None:
     except ImportError:
         skip("this PyTorch cannot simulate devices")
     grad = case.derivative.status == "pass"
-    plain = [x.detach() for x in case.run(*case.fresh(grad=True)) if x.requires_grad] if grad else []
+    plain = [x.detach() for x in attached(case.run(*case.fresh(grad=True)))] if grad else []
     if grad:
         case.gradients  # noqa: B018 -- before there are simulated devices
     given = [(c, _parts(c, None)) for c in cotangents(plain)]
@@ -170,9 +170,8 @@ def _check_way(
             fail(f"{case.name}: on DTensors with {way} {wrong}, which plain tensors give", _REMEDY)
     if given is None:
         return sharded
-    attached = [out for out in outs if out.requires_grad]
     try:
-        got = torch.autograd.grad(attached, case.of(tensors), given, allow_unused=True)
+        got = torch.autograd.grad(attached(outs), case.of(tensors), given, allow_unused=True)
     except Exception as error:
         if _lacks_strategy(error):
             warn(

@@ -13,7 +13,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from openreg_tools.checker.case import Case, gradients, last_line
+from openreg_tools.checker.case import Case, gradients, last_line, small
 from openreg_tools.checker.checks.common import (
     differs,
     dtype_name,
@@ -184,7 +184,7 @@ def _mixes(case: Case) -> Iterator[tuple[str, set[int]]]:
     argument."""
     arguments: dict[str, set[int]] = {}
     for i, (name, x) in enumerate(zip(case.names, case.leaves, strict=True)):
-        if x.is_floating_point():
+        if x.is_floating_point() and not small(x):
             arguments.setdefault(name.partition("[")[0], set()).add(i)
     count = len(arguments)
     for size in dict.fromkeys(size for few in range(3) for size in (count - few, few) if size > 0):
@@ -195,7 +195,7 @@ def _mixes(case: Case) -> Iterator[tuple[str, set[int]]]:
 def fake_dtypes(case: Case) -> str | None:
     """The fake kernel, and the operator's CPU kernel, give the dtypes of the kernel in float16, bfloat16, float64 and mixes."""
     needs_tensors(case)
-    if not any(x.is_floating_point() for x in case.leaves):
+    if not any(x.is_floating_point() and not small(x) for x in case.leaves):
         skip("no floating tensor argument")
     host = None if case.reference else reference_of(case)
     taken = 0

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from openreg_tools import backends
-from openreg_tools.checker.case import Case, differentiable, gradients, last_line
-from openreg_tools.checker.checks.common import differs, fail, plain, resized, sizes_of, skip, warn
+from openreg_tools.checker.case import Case, gradients, last_line
+from openreg_tools.checker.checks.common import differs, fail, plain, resized, scaled, sizes_of, skip, warn
 
 
 def stream(case: Case) -> str | None:
@@ -119,7 +119,7 @@ def threads(case: Case) -> str | None:
     """Concurrent calls from four threads give one thread's results, on separate and on shared inputs."""
     if case.seeded:
         skip("its numbers are random, and the generator is shared")
-    distinct = [[x * s if differentiable(x) else x for x in case.fresh()] for s in (1.0, 0.75, 1.25, 1.5)]
+    distinct = [[scaled(x, s) for x in case.fresh()] for s in (1.0, 0.75, 1.25, 1.5)]
     shared = case.fresh()
     wrongs: list[str] = []
     start = threading.Barrier(4)

@@ -6,14 +6,15 @@ import copy
 import functools
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, Operator, last_line
-from openreg_tools.checker.checks.common import differs, fail, needs_tensors, skip
+from openreg_tools.checker.case import Case, Operator, last_line, small
+from openreg_tools.checker.checks.common import differs, dtype_name, fail, limit, needs_tensors, skip
 from openreg_tools.checker.checks.fakes import program, unlike_eager
 
 
@@ -41,16 +42,15 @@ def export(case: Case) -> str | None:
         skip("its numbers are random")
     remedy = "fix the fake kernel: export runs nothing else"
     table = _decompositions(case.op, len(torch._C._dispatch_get_all_op_names()))
+    unsupported = _not_saved(case)
     try:
         exported = torch.export.export(_Program(program(case)), tuple(case.fresh()), strict=False)
-        file = io.BytesIO()
-        torch.export.save(exported, file)
-        file.seek(0)
-        forms = {
-            "exported": exported,
-            "decomposed": exported.run_decompositions(table),
-            "saved and loaded": torch.export.load(file),
-        }
+        forms = {"exported": exported, "decomposed": exported.run_decompositions(table)}
+        try:
+            forms["saved and loaded"] = _saved(exported)
+        except Exception:
+            if not unsupported:
+                raise
     except Exception as error:
         fail(f"{case.name}: torch.export raised {last_line(error)}", remedy)
     for what, form in forms.items():
@@ -58,7 +58,26 @@ def export(case: Case) -> str | None:
             outs = form.module()(*case.fresh())
         if wrong := unlike_eager(case, outs):
             fail(f"{case.name}: {what}, {wrong}, which eager gives", remedy)
+    if "saved and loaded" not in forms:
+        limit(f"torch.export.save does not support {unsupported}")
     return None
+
+
+def _saved(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program from the file that it was saved to."""
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+def _not_saved(case: Case) -> str:
+    """What of the operator's types torch.export.save has no form for."""
+    returned = [str(each.type) for each in case.schema.returns]
+    kinds = [f"outputs of type {kind}" for kind in dict.fromkeys(returned) if kind not in ("Tensor", "List[Tensor]")]
+    kinds += dict.fromkeys(f"arguments of type {type(value).__name__}" for value in case.constants.values())
+    kinds += dict.fromkeys(f"{dtype_name(x)}" for x in (*case.leaves, *case.expected) if small(x))
+    return ", ".join(kinds)
 
 
 def jit_trace(case: Case) -> str | None:
@@ -67,14 +86,24 @@ def jit_trace(case: Case) -> str | None:
         skip("its numbers are random")
     if not case.expected or not case.leaves:
         skip("torch.jit.trace needs tensors as inputs and outputs")
-    traced = torch.jit.trace(case.function(), tuple(case.fresh()), check_trace=False)
-    outs = traced(*case.fresh())
+    try:
+        traced = torch.jit.trace(case.function(), tuple(case.fresh()), check_trace=False)
+        outs = traced(*case.fresh())
+    except RuntimeError as error:
+        _unless_type(error)
+        raise
     if wrong := differs([outs] if isinstance(outs, Tensor) else outs, case.expected):
         fail(
             f"{case.name}: under torch.jit.trace {wrong}, which eager gives",
             "print the graph of the trace to see what became a constant",
         )
     return None
+
+
+def _unless_type(error: Exception) -> None:
+    """End the check at a type that TorchScript does not support."""
+    if found := re.search(r"(unsupported|Unsupported|Unknown|unknown) ((output|input|value)? ?type:? .{1,60})", str(error)):
+        limit(f"TorchScript does not support it: {found[0].splitlines()[0].split(', from')[0]}")
 
 
 def jit_script(case: Case) -> str | None:
@@ -88,7 +117,11 @@ def jit_script(case: Case) -> str | None:
     arguments = ", ".join(f"t{i}: Tensor" for i in range(len(case.leaves)))
     name = case.schema.name.replace("::", ".")
     text = f"def function({arguments}):\n    return {case.call_text.replace('op(', f'torch.ops.{name}(', 1)}\n"
-    unit = torch.jit.CompilationUnit(text)
+    try:
+        unit = torch.jit.CompilationUnit(text)
+    except RuntimeError as error:
+        _unless_type(error)
+        raise
     with torch.no_grad():
         outs = unit.function(*case.fresh())
     outs = [x for x in torch.utils._pytree.tree_leaves(outs) if isinstance(x, Tensor)]

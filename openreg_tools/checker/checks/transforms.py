@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, cotangents, differentiable, last_line, name_of
+from openreg_tools.checker.case import Case, Outcome, attached, cotangents, differentiable, last_line, name_of, small
 from openreg_tools.checker.checks.common import (
     differs,
     dtype_name,
     fail,
     permuted,
     plain,
+    refuse,
     refuse_or_fail,
+    scaled,
     skip,
     stepped,
     tolerance,
+    unless_generated,
     warn,
 )
 from openreg_tools.checker.checks.fakes import compiled, lost, quiet
@@ -92,10 +96,10 @@ def _same_inputs(op: Any, other: Any) -> bool:
 
 def _batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Three times the arguments, floating values scaled differently."""
-    return [[x * s if differentiable(x) else x.clone() for x in tensors] for s in (1.0, 0.875, 1.125)]
+    return [[scaled(x, factor) for x in tensors] for factor in (1.0, 0.875, 1.125)]
 
 
-def _loops(case: Case, call: Callable[[], Any], remedy: str) -> tuple[Any, bool]:
+def _loops(case: Case, call: Callable[[], Any], remedy: str, said: str) -> tuple[Any, bool]:
     """The result of the call under vmap, and whether it needed PyTorch's loop over samples."""
     functorch = torch._C._functorch
     functorch._set_vmap_fallback_warning_enabled(False)
@@ -104,59 +108,121 @@ def _loops(case: Case, call: Callable[[], Any], remedy: str) -> tuple[Any, bool]
         return call(), False
     except Exception as error:
         if "vmap fallback" not in str(error):
-            refuse_or_fail(case, error, "torch.vmap", remedy)
+            unless_generated(case, error, "torch.func")
+            refuse_or_fail(case, error, f"{said}, torch.vmap", remedy)
     finally:
         functorch._set_vmap_fallback_enabled(True)
     try:
         return call(), True
     except Exception as error:
-        refuse_or_fail(case, error, "torch.vmap", remedy)
+        refuse(f"PyTorch's loop over slices raises {last_line(error)}")  # the kernel rejects a slice
 
 
 _RULES = (
     "fix the batching rules, of the operator and of those that its backward calls: a rule gets every argument, and for "
     "each the batched dimension, None for all but tensors"
 )
+_RULE = (
+    "fix the batching rule: in_dims has the batched dimension of each argument, or None for an argument that is not "
+    "batched, and any tensor may be the one that is (x.movedim(d, 0) if d is not None else x.unsqueeze(0))"
+)
 _SLOW = "register a batching rule: torch.library.register_vmap, or a kernel at FuncTorchBatched"
+_MANY = 2**16  # elements; larger samples are batched in fewer ways
+
+
+def _dims_of(case: Case) -> list[tuple[int | None, ...]]:
+    """Which dimension of each tensor is batched: every subset of the tensors, then each dimension of each tensor."""
+    count = len(case.leaves)
+    alone = [tuple(0 if i == j else None for j in range(count)) for i in range(count)]
+    ways: list[tuple[int | None, ...]] = [(0,) * count, *alone]
+    if sum(x.numel() for x in case.leaves) > _MANY or count > 8:
+        return list(dict.fromkeys(ways))[:9]
+    if count <= 4:
+        ways += itertools.product((0, None), repeat=count)
+    else:
+        ways += [tuple(None if i == j else 0 for j in range(count)) for i in range(count)]
+    for i, x in enumerate(case.leaves):
+        for d in dict.fromkeys((-1, x.dim() // 2)) if x.dim() else ():
+            ways += [tuple(d if i == j else other for j in range(count)) for other in (0, None)]
+    # A tensor that is written to cannot take a batch from another one.
+    return [
+        dims
+        for dims in dict.fromkeys(ways)
+        if any(d is not None for d in dims) and all(dims[i] is not None for i in case.written)
+    ]
+
+
+def _said(case: Case, dims: Sequence[int | None]) -> str:
+    where = {0: "", -1: " along its last dimension"}
+    named = [
+        f"{name} batched{where.get(d, f' along dimension {d}')}"
+        for name, d in zip(case.names, dims, strict=True)
+        if d is not None
+    ]
+    return ", ".join(named) + (", and no other tensor" if len(named) < len(dims) else "")
+
+
+def _rows(batch: list[list[Tensor]], dims: Sequence[int | None]) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """The arguments of each call of a loop, and the arguments of the one call under vmap."""
+    rows = [[x if d is not None else first for x, first, d in zip(r, batch[0], dims, strict=True)] for r in batch]
+    stacked = [
+        torch.stack([r[i] for r in rows], d) if d is not None else rows[0][i].clone() for i, d in enumerate(dims)
+    ]
+    return rows, stacked
 
 
 def vmap(case: Case) -> str | None:
-    """Under torch.vmap it gives a loop's results, without PyTorch's slow loop."""
+    """Under torch.vmap over any of its tensors, it gives a loop's results, without PyTorch's slow loop."""
     if case.seeded:
         skip("its numbers are random")
     if not case.leaves:
         skip("no tensor argument")
+    if not case.expected:
+        skip("no output")
     batch = _batches(case.fresh())
-    remedy = "fix the batching rule: it gets the batched dimension of each argument, or None"
-    slow = False
-    ways = [("every argument batched", [0] * len(case.leaves))]
-    if len(case.leaves) > 1:
-        ways.append((f"only {case.names[0]} batched", [0] + [None] * (len(case.leaves) - 1)))
-    if case.leaves[0].dim():
-        ways.append((f"{case.names[0]} batched last", [-1] + [0] * (len(case.leaves) - 1)))
-    for what, dims in ways:
-        rows = [
-            [x if d is not None else batch[0][i] for i, (x, d) in enumerate(zip(r, dims, strict=True))] for r in batch
-        ]
-        single = [plain(case, r) for r in rows]
-        if not single[0]:
-            skip("no output")
-        expected = [torch.stack(outs) for outs in zip(*single, strict=True)]
-        stacked = [
-            torch.stack([r[i] for r in rows], d) if d is not None else rows[0][i].clone() for i, d in enumerate(dims)
-        ]
-        call = torch.vmap(case.run, in_dims=tuple(dims))
-        outs, looped = _loops(case, lambda call=call, stacked=stacked: call(*stacked), remedy)
+    slow, refusal, ways = False, None, _dims_of(case)
+    for dims in ways:
+        rows, stacked = _rows(batch, dims)
+        expected = [torch.stack(outs) for outs in zip(*(plain(case, r) for r in rows), strict=True)]
+        call = torch.vmap(case.run, in_dims=dims)
+        said = f"with {_said(case, dims)}"
+        try:
+            outs, looped = _loops(case, lambda call=call, stacked=stacked: call(*stacked), _RULE, said)
+        except Outcome as outcome:
+            if outcome.status != "refused":
+                raise
+            refusal = refusal or outcome
+            continue
         slow = slow or looped
         if wrong := differs(outs, expected, coarse=4 * tolerance(*case.leaves)):
-            fail(f"{case.name}: under torch.vmap with {what}, {wrong}, which a loop gives", remedy)
+            if looped:  # PyTorch's loop passes slices, which the kernel must read right
+                skip(f"PyTorch's loop over slices gives another result ({wrong}): see layouts")
+            fail(f"{case.name}: under torch.vmap {said}, {wrong}, which a loop gives", _RULE)
+    if refusal:
+        raise refusal
     if slow:
         warn(f"{case.name}: torch.vmap is right but takes PyTorch's slow loop over the samples", _SLOW)
-    return None
+    _nested(case, batch)
+    return f"{len(ways)} ways"
+
+
+def _nested(case: Case, batch: list[list[Tensor]]) -> None:
+    """Warn if two vmaps inside each other give other results than two loops."""
+    rows = [[scaled(x, factor) for x in r] for factor in (1.0, 0.75) for r in batch]
+    stacked = [torch.stack(each).unflatten(0, (2, len(batch))) for each in zip(*rows, strict=True)]
+    try:
+        outs = torch.vmap(torch.vmap(case.run))(*stacked)
+    except Exception:  # PyTorch supports less of this
+        return
+    expected = [
+        torch.stack(each).unflatten(0, (2, len(batch))) for each in zip(*(plain(case, r) for r in rows), strict=True)
+    ]
+    if wrong := differs(outs, expected, coarse=4 * tolerance(*case.leaves)):
+        warn(f"{case.name}: under one torch.vmap inside another, {wrong}, which two loops give", _RULE)
 
 
 def vmap_grad(case: Case) -> str | None:
-    """torch.vmap of torch.func.grad gives the results of a loop over backward."""
+    """torch.vmap of torch.func.grad, over any of its tensors, gives the results of a loop over backward."""
     if case.seeded:
         skip("its numbers are random")
     if case.derivative.status not in ("pass", "refused"):
@@ -171,17 +237,27 @@ def vmap_grad(case: Case) -> str | None:
     if not weights or any(w.is_complex() for w in weights) or any(x.is_complex() for x in case.leaves):
         skip("torch.func.grad is for real numbers")
     batch = _batches(case.fresh())
-    stacked = [torch.stack(each) for each in zip(*batch, strict=True)]
-    got, slow = _loops(case, lambda: torch.vmap(torch.func.grad(loss, wanted))(*stacked), _RULES)
-    if case.derivative.status == "refused":
-        lost(case, "torch.func.grad")
-    single = []
-    for r in batch:
-        leaves = case.leaf(r)
-        single.append(torch.autograd.grad(loss(*leaves), case.of(leaves), allow_unused=True, materialize_grads=True))
-    expected = [torch.stack(each) for each in zip(*single, strict=True)]
-    if wrong := differs(got, expected, "the gradient of differentiable argument", coarse=4 * tolerance(*case.leaves)):
-        fail(f"{case.name}: under torch.vmap of torch.func.grad {wrong}, which a loop over backward gives", _RULES)
+    alone = [tuple(0 if i == j else None for j in range(len(case.leaves))) for i in range(len(case.leaves))]
+    slow = False
+    for dims in dict.fromkeys([(0,) * len(case.leaves), *(alone[:8] if not case.written else [])]):
+        rows, stacked = _rows(batch, dims)
+        call = torch.vmap(torch.func.grad(loss, wanted), in_dims=dims)
+        said = f"with {_said(case, dims)}"
+        got, looped = _loops(case, lambda call=call, stacked=stacked: call(*stacked), _RULES, said)
+        slow = slow or looped
+        if case.derivative.status == "refused":
+            lost(case, "torch.func.grad")
+        single = []
+        for r in rows:
+            leaves = case.leaf(r)
+            grads = torch.autograd.grad(loss(*leaves), case.of(leaves), allow_unused=True, materialize_grads=True)
+            single.append(grads)
+        expected = [torch.stack(each) for each in zip(*single, strict=True)]
+        coarse = 4 * tolerance(*case.leaves)
+        if wrong := differs(got, expected, "the gradient of differentiable argument", coarse=coarse):
+            if looped:
+                skip(f"PyTorch's loop over slices gives another result ({wrong}): see layouts")
+            fail(f"{case.name}: under torch.vmap of torch.func.grad {said}, {wrong}, which a loop over backward gives", _RULES)
     if slow:
         warn(f"{case.name}: torch.vmap of torch.func.grad is right but takes PyTorch's slow loop", _SLOW)
     return None
@@ -192,7 +268,7 @@ def autocast(case: Case) -> str | None:
     kind = case.device.type
     if not torch.amp.is_autocast_available(kind):
         skip(f"{kind} has no autocast")
-    floats = [i for i, x in enumerate(case.leaves) if x.is_floating_point()]
+    floats = [i for i, x in enumerate(case.leaves) if x.is_floating_point() and not small(x)]
     if not floats:
         skip("no floating tensor argument")
     if any(case.leaves[i].dtype == torch.float64 for i in floats):
@@ -232,9 +308,9 @@ def autocast(case: Case) -> str | None:
             leaves = case.leaf(tensors)
             with torch.autocast(kind, dtype=torch.bfloat16):
                 outs = case.run(*leaves)
-            attached = [x for x in outs if x.requires_grad]
+            outs = attached(outs)
             try:
-                grads = torch.autograd.grad(attached, case.of(leaves), cotangents(attached), allow_unused=True)
+                grads = torch.autograd.grad(outs, case.of(leaves), cotangents(outs), allow_unused=True)
             except Exception as error:
                 fail(
                     f"{case.name}: the backward of a call under autocast ({said}) raised {last_line(error)}",

@@ -79,6 +79,15 @@ def define(
     return getattr(torch.ops.mistakes, schema.partition("(")[0]).default
 
 
+def without_gradient(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], **more: Any) -> Any:
+    """The same, for an operator that has no derivative, and says so."""
+
+    def refuse(ctx: Any, *grads: Any) -> None:
+        raise NotImplementedError("this operator has no derivative")
+
+    return define(schema, kernel, fake, refuse, lambda ctx, inputs, output, keyword_only_inputs=None: None, **more)
+
+
 def load() -> list[Operator]:
     """The operators of every file."""
     for file in sorted(Path(__file__).parent.glob("[a-z]*.py")):

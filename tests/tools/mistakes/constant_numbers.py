@@ -1,0 +1,78 @@
+"""The fake kernel gives a constant for a number that depends on values, or on other sizes than it says."""
+
+from __future__ import annotations
+
+import torch
+from mistakes import Example, right, without_gradient, wrong
+from torch import Tensor
+from torch.library import custom_op, get_ctx
+
+FINDS = ("fake_numbers", "opcheck_aot_dispatch_dynamic")
+
+
+@wrong(*FINDS)
+def counts():
+    @custom_op("mistakes::counts", mutates_args=())
+    def counts(x: Tensor) -> int:
+        return int((x > 0.5).sum())
+
+    counts.register_fake(lambda x: 0)
+    return Example(counts, [(torch.rand(4, 6),)])
+
+
+@wrong(*FINDS)
+def sums():
+    @custom_op("mistakes::sums", mutates_args=())
+    def sums(x: Tensor, weight: Tensor) -> float:
+        return float((x * weight).sum())
+
+    sums.register_fake(lambda x, weight: 0.0)
+    return Example(sums, [(torch.rand(4, 6), torch.rand(6))])
+
+
+@wrong(*FINDS)
+def kept_count():
+    def kernel(x, limit=0.5):
+        return int((x > limit).sum()), (x * 2).contiguous(), bool((x > limit).all())
+
+    op = without_gradient("kept_count(Tensor x, float limit=0.5) -> (SymInt, Tensor, bool)", kernel,
+                          lambda x, limit=0.5: (get_ctx().new_dynamic_size(), x.new_empty(x.shape), False))  # fmt: skip
+    return Example(op, [(torch.rand(4, 6) + 0.6,)])
+
+
+@wrong("fake_numbers", "opcheck_aot_dispatch_dynamic")
+def right_for_the_sample():
+    def kernel(x, block):
+        return -x.shape[0] % block
+
+    op = without_gradient("right_for_the_sample(Tensor x, int block) -> SymInt", kernel, lambda x, block: 4)
+    return Example(op, [(torch.rand(4, 6), 8)])
+
+
+@right()
+def new_size():
+    @custom_op("mistakes::new_size", mutates_args=())
+    def new_size(x: Tensor) -> int:
+        return int((x > 0.5).sum())
+
+    new_size.register_fake(lambda x: get_ctx().new_dynamic_size())
+    return Example(new_size, [(torch.rand(4, 6),)])
+
+
+@right()
+def padding():
+    def kernel(x, block):
+        return -x.shape[0] % block
+
+    op = without_gradient("padding(Tensor x, SymInt block) -> SymInt", kernel, kernel)
+    return Example(op, [(torch.rand(4, 6), 8)])
+
+
+@right()
+def is_wide():
+    def kernel(x):
+        return x.dim() > 0, x.numel() / 2, (x * 2).contiguous()
+
+    op = without_gradient("is_wide(Tensor x) -> (bool, float, Tensor)", kernel,
+                          lambda x: (x.dim() > 0, 0.5 * x.numel(), x.new_empty(x.shape)))  # fmt: skip
+    return Example(op, [(torch.rand(4, 6),)])
