@@ -12,8 +12,6 @@ from openreg_tools import backends
 from openreg_tools.backends import AUTOLOAD
 from openreg_tools.forms import Wrong
 
-APART = ("compare", "record")  # whose programs have their own arguments after --
-
 # Each names a module with add_arguments(parser) and main(arguments) -> exit status, imported when chosen.
 COMMANDS = {
     "check": ("openreg_tools.checker.command", "find bugs in a custom operator of any library"),
@@ -37,12 +35,7 @@ def run(commands: Mapping[str, tuple[str, str]], program: str, description: str)
         sub = chosen_parsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
             importlib.import_module(module).add_arguments(sub)
-    words, rest = sys.argv[1:], []
-    if chosen in APART and "--" in words:
-        cut = words.index("--")
-        words, rest = words[:cut], words[cut + 1 :]
-    arguments = parser.parse_args(words)
-    arguments.rest = rest
+    arguments = parser.parse_args()
     try:
         return importlib.import_module(commands[arguments.command][0]).main(arguments)
     except Wrong as error:
@@ -54,11 +47,9 @@ def run(commands: Mapping[str, tuple[str, str]], program: str, description: str)
 
 
 def options(words: list[str]) -> list[str]:
-    """The words before the script that `trace` runs; the script's own arguments follow it."""
-    if words[:1] and words[0] in APART:  # whose own options may follow the script
-        return words[: words.index("--")] if "--" in words else words
-    script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
-    return words[:script]
+    """The words before the script that a command runs; the script's own arguments follow it."""
+    scripts = (i for i, word in enumerate(words) if word.endswith(".py") and words[i - 1] != "--test")  # a file to write
+    return words[: next(scripts, len(words))]
 
 
 def device_of(words: list[str]) -> str:

@@ -1,7 +1,11 @@
-"""Runs a program in the context of a tool: `trace`, `compare` and `record`; several ranks write a file each."""
+"""Runs a program in the context of a tool: `trace`, `compare` and `record`; several ranks write a file each.
+
+The tool's options come before the program, as for `python` and `torchrun`; what follows belongs to the program.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import os
@@ -16,7 +20,33 @@ import torch
 
 from openreg_tools.forms import Wrong
 
-__all__ = ["Rank", "apart", "of_rank", "rank", "run"]
+__all__ = ["Rank", "add_program", "apart", "of_rank", "program", "rank", "run"]
+
+
+def add_program(parser: argparse.ArgumentParser, metavar: str = "SCRIPT.py", text: str = "the program") -> None:
+    """Add the program and its arguments to a parser that has all of the tool's options."""
+    parser.set_defaults(own_options=frozenset(parser._option_string_actions) - {"-h", "--help"})
+    parser.add_argument("program", nargs=argparse.PARSER, metavar=metavar, help=f"{text}, followed by its own arguments")
+
+
+def program(arguments: argparse.Namespace) -> list[str]:
+    """The program and its arguments, without the ``--`` that may stand between them.
+
+    Raises:
+        Wrong: an option of the tool follows the program, and no ``--`` says that it is the program's.
+    """
+    script, *rest = arguments.program[1:] if arguments.program[0] == "--" else arguments.program
+    for word in rest[: rest.index("--")] if "--" in rest else rest:
+        option = word.partition("=")[0]
+        if option in arguments.own_options:
+            name = os.path.basename(script)
+            if not name.endswith(".py"):
+                raise Wrong(f"put {option} before {name}")
+            raise Wrong(
+                f"put {option} before {name}, because what follows it belongs to the program; "
+                f"if {option} is the program's own, write {name} -- {' '.join(rest)}"
+            )
+    return [script, *(rest[1:] if rest[:1] == ["--"] else rest)]
 
 
 @contextlib.contextmanager

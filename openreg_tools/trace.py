@@ -24,7 +24,7 @@ from openreg_tools import backends, dispatch, forms, pages
 from openreg_tools.explain import trace_lines
 from openreg_tools.forms import Wrong
 from openreg_tools.recorder import Call, Recorder
-from openreg_tools.script import Rank, apart, of_rank, run
+from openreg_tools.script import Rank, add_program, apart, of_rank, program, run
 from openreg_tools.threads import InThreads
 from openreg_tools.timeline import Timeline
 from openreg_tools.waits import Waits
@@ -335,22 +335,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chrome", type=forms.file, metavar="FILE", help="write the timeline for Perfetto or chrome://tracing"
     )
-    parser.add_argument("script", metavar="SCRIPT.py", help="the program, followed by its own arguments")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add_program(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """The program's exit status, 1 if it raised, 2 if the request is wrong."""
     try:
+        words = program(arguments)
         dispatch.load(arguments.modules, arguments.device)
-        if not os.path.isfile(arguments.script):
-            raise Wrong(f"there is no file {arguments.script}")
-        recording = Trace(arguments.device, arguments.key, os.path.basename(arguments.script))
+        if not os.path.isfile(words[0]):
+            raise Wrong(f"there is no file {words[0]}")
+        recording = Trace(arguments.device, arguments.key, os.path.basename(words[0]))
     except Wrong as error:
         print(f"trace: {error}", file=sys.stderr)
         return 2
     with apart(arguments.json):
-        status = run([arguments.script, *arguments.arguments], recording)
+        status = run(words, recording)
     for name in ("json", "html", "chrome"):
         setattr(arguments, name, of_rank(getattr(arguments, name), recording.rank, recording.ranks))
     forms.write(recording, arguments, top=arguments.top, calls=arguments.calls)

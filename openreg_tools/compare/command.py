@@ -1,4 +1,4 @@
-"""``openreg-tools compare SCRIPT.py --device D --against cpu`` and ``openreg-tools compare A.trace B.trace``."""
+"""``openreg-tools compare --device D --against cpu SCRIPT.py`` and ``openreg-tools compare A.trace B.trace``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from openreg_tools import dispatch, forms
 from openreg_tools.compare import Result, compare
 from openreg_tools.compare.parting import Parting
 from openreg_tools.forms import Wrong
-from openreg_tools.script import Rank, apart, of_rank, run
+from openreg_tools.script import Rank, add_program, apart, of_rank, program, run
 
 __all__ = ["add_arguments", "main"]
 
@@ -40,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="write a pytest test of the first operator that differs, with shrunk inputs")  # fmt: skip
     parser.add_argument("--top", type=forms.count, default=15, metavar="N", help="lines of each table (default 15)")
     forms.add_arguments(parser)
-    parser.add_argument("what", nargs="+", metavar="SCRIPT.py | A.trace B.trace",
-                        help="the program, whose own arguments follow --, or two traces of `record`")  # fmt: skip
+    add_program(parser, "SCRIPT.py | A.trace B.trace", "two traces of `record`, or the program")
 
 
 def _traces(a: str, b: str) -> tuple[dict[int, tuple[str, str]], list[str]]:
@@ -108,7 +107,7 @@ def _write_test(result: Result, path: Path, suffix: str) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """0 if nothing differs; 1 if something does, the program raised, or two traces have no operator in common or cannot
     be read to their end; else the program's exit status."""
-    tolerances, words = dict(arguments.tolerance), [*arguments.what, *getattr(arguments, "rest", [])]
+    tolerances, words = dict(arguments.tolerance), program(arguments)
     try:
         dispatch.load(arguments.modules, arguments.device)
         if not words[0].endswith(".py"):
@@ -129,8 +128,6 @@ def main(arguments: argparse.Namespace) -> int:
             for each in alone:
                 print(f"compare: {each} has no counterpart, so this rank is not compared", file=sys.stderr)
             return int(bool(parted or alone))
-        if len(arguments.what) > 1:
-            raise Wrong(f"the arguments of {words[0]} follow --: compare {words[0]} -- {' '.join(words[1:])}")
         if not os.path.isfile(words[0]):
             raise Wrong(f"there is no file {words[0]}")
         context = compare(

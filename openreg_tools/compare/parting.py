@@ -499,7 +499,7 @@ class Parting:
                     f"Before its bits differ, {trace.path} has random numbers from two generators: the CPU's, first at "
                     f"{host}, and {device}'s, first at {there}. {other.path} draws both from one generator, which gives "
                     f"other numbers after the same seed. What differs only by that is no fault of {device}: `compare "
-                    f"{program} --against cpu` gives both devices the same numbers, and finds an operator that differs."
+                    f"--against cpu {program}` gives both devices the same numbers, and finds an operator that differs."
                 )
         return ""
 

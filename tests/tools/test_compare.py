@@ -771,7 +771,7 @@ def test_the_written_test_defines_the_operator(defined_by, tmp_path):
     if defined_by == "a module":
         (tmp_path / "operators_of_it.py").write_text(SCRIPT)
         program.write_text("import torch, operators_of_it\n" + CALL)
-    command = ["-P", "-m", "openreg_tools", "compare", program, "--device", DEVICE, "--test", path]
+    command = ["-P", "-m", "openreg_tools", "compare", "--device", DEVICE, "--test", path, program]
     done = python(*command, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stderr
     assert len(path.read_text().splitlines()) <= 10
@@ -880,7 +880,7 @@ def test_the_written_test_registers_the_kernel(registers, tmp_path):
     program, path = tmp_path / "program.py", tmp_path / "test_first.py"
     body = "import sys\nx = torch.ones(int(sys.argv[1]), device='openreg', requires_grad=True)\nx.tanh().sum().backward()\n"
     program.write_text(kernel + body)
-    command = ["-P", "-m", "openreg_tools", "compare", program, "--device", DEVICE, "--test", path, "--", "3"]
+    command = ["-P", "-m", "openreg_tools", "compare", "--device", DEVICE, "--test", path, program, "3"]
     done = python(*command, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1 and "has a test of aten::tanh_backward" in done.stderr, done.stderr
     assert len(path.read_text().splitlines()) <= 10

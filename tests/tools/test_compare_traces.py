@@ -371,7 +371,7 @@ def test_traces_of_two_generators(tmp_path):
         assert parting.parted and parting.dict()["generators"] == parting.generators() and parting.generators() in said
         assert f"{traces[1]} has random numbers from two generators: the CPU's, first at " in said
         assert "(aten::rand.generator), and openreg's, first at " in said and "(aten::rand_like)" in said
-        assert f"{traces[0]} draws both from one generator" in said and "`compare drops.py --against cpu`" in said
+        assert f"{traces[0]} draws both from one generator" in said and "`compare --against cpu drops.py`" in said
         assert parting.generators()[:23] in parting.html()
 
 
@@ -619,7 +619,7 @@ def test_record_command_on_a_full_disk(tmp_path):
         "for i in range(100): x = x + 1\n"
         "print('finished')\n"
     )
-    status, out, err = command(tmp_path, "record", "full.py", "--out", "a")
+    status, out, err = command(tmp_path, "record", "--out", "a", "full.py")
     assert status == 1 and out == "finished\n", err
     found = re.search(r"record: a is incomplete, it ends after (\d+) operators: \[Errno 27\] File too large\n$", err)
     assert found and 5 < int(found[1]) < 100, err
@@ -639,7 +639,7 @@ if not os.fork():
 os.wait()
 x * 7
 """)
-    done = python("-m", "openreg_tools", "record", tmp_path / "forks.py", "--out", tmp_path / "a", "--device", "cpu")
+    done = python("-m", "openreg_tools", "record", "--out", tmp_path / "a", "--device", "cpu", tmp_path / "forks.py")
     trace = read(tmp_path / "a")
     names = ["aten::ones", "aten::add.Tensor", "aten::mul.Tensor"]
     assert not trace.truncated and [op.name for op in trace.ops] == names, done.stderr
@@ -664,7 +664,7 @@ for _ in range(20):
     os.wait()
 stop = True
 """)
-    done = python("-m", "openreg_tools", "record", tmp_path / "forks.py", "--out", tmp_path / "a", "--device", "cpu", timeout=100)  # fmt: skip
+    done = python("-m", "openreg_tools", "record", "--out", tmp_path / "a", "--device", "cpu", tmp_path / "forks.py", timeout=100)  # fmt: skip
     assert done.returncode == 0 and not read(tmp_path / "a").truncated, done.stderr
 
 
@@ -851,14 +851,13 @@ def test_the_command_on_a_program(folder):
     status, out, err = command(
         folder,
         "compare",
-        "program.py",
         "--device",
         "openreg",
         "--against",
         "cpu",
         "--html",
         "page.html",
-        "--",
+        "program.py",
         "5",
         "7",
     )
@@ -866,7 +865,7 @@ def test_the_command_on_a_program(folder):
     assert "675.0" in out and "1323.0" in out and "Nothing differs" in out  # 9 * 3 * 25, of its own arguments
     assert "<html" in (folder / "page.html").read_text()
     status, out, err = command(
-        folder, "compare", "program.py", "--json", "-", "--test", "test_it.py", OPENREG_FAULTS="copy:after=1"
+        folder, "compare", "--json", "-", "--test", "test_it.py", "program.py", OPENREG_FAULTS="copy:after=1"
     )
     assert status == 1 and json.loads(out)["first"]["operator"] == "aten::_to_copy" and "27.0" in err
     assert "def test_aten__to_copy" in (folder / "test_it.py").read_text()
@@ -875,10 +874,10 @@ def test_the_command_on_a_program(folder):
 @pytest.mark.processes
 def test_the_commands_on_traces(folder):
     for name, words in (("a", ("1", "2")), ("b", ("2", "1")), ("c", ("1", "3"))):
-        status, _, err = command(folder, "record", "program.py", "--out", name, "--", *words)
+        status, _, err = command(folder, "record", "--out", name, "program.py", *words)
         assert status == 0 and "operators in" in err, err
     assert command(folder, "compare", "a", "b")[0] == 0
-    status, out, _ = command(folder, "compare", "a", "b", "--json", "-")
+    status, out, _ = command(folder, "compare", "--json", "-", "a", "b")
     assert status == 0 and json.loads(out)["first"] is None
     status, out, _ = command(folder, "compare", "a", "c")
     assert status == 0 and "only in a" in out  # another batch, and nothing to compare it with
@@ -891,22 +890,40 @@ def test_the_commands_on_traces(folder):
         (("compare", "nothing.py"), 2, "compare: there is no file nothing.py"),
         (("compare", "nothing", "program.py"), 2, "compare: nothing cannot be read: No such file"),
         (("compare", "a"), 2, "compare: expected a script (.py) or two traces, but got a"),
-        (("compare", "program.py", "5"), 2, "compare: the arguments of program.py follow --: compare program.py -- 5"),
-        (("compare", "program.py", "program.py"), 2, "follow --"),
-        (("compare", "program.py", "--against", "openreg"), 2, "compare: expected two devices, but both are openreg"),
-        (("compare", "program.py", "--tolerance", "mm"), 2, "expected OPERATOR=ULPS, such as 'aten::mm=32', but got 'mm'"),
-        (("compare", "program.py", "--", "raise"), 1, "KeyError: \"the program's own\""),
-        (("record", "program.py", "--out", "t", "--", "raise"), 1, "KeyError"),
-        (("compare", "program.py", "--against", "meta", "--", "1"), 2, "compare: tensors on meta have no values to compare"),
-        (("compare", "program.py", "--html", "/proc/x", "--", "1", "2"), 2, "compare: /proc/x cannot be written"),
-        (("compare", "program.py", "--top", "0"), 2, "expected a number above 0, but got '0'"),
-        (("record", "program.py", "--out", "/proc/x", "--", "1", "2"), 2, "record: /proc/x cannot be written"),
+        (("trace", "program.py", "5", "--html", "x.html"), 2, "trace: put --html before program.py, because what follows"),
+        (("trace", "program.py", "--top=5"), 2, "if --top is the program's own, write program.py -- --top=5"),
+        (("compare", "program.py", "--against", "cpu"), 2, "compare: put --against before program.py, because"),
+        (("record", "program.py", "--out", "t"), 2, "record: put --out before program.py, because"),
+        (("compare", "a", "b", "--top", "5"), 2, "compare: put --top before a"),
+        (("record", "program.py"), 2, "record: a trace is a file; name it with --out"),
+        (("compare", "--against", "openreg", "program.py"), 2, "compare: expected two devices, but both are openreg"),
+        (("compare", "--tolerance", "mm", "program.py"), 2, "expected OPERATOR=ULPS, such as 'aten::mm=32', but got 'mm'"),
+        (("compare", "program.py", "raise"), 1, "KeyError: \"the program's own\""),
+        (("record", "--out", "t", "program.py", "raise"), 1, "KeyError"),
+        (("compare", "--against", "meta", "program.py", "1"), 2, "compare: tensors on meta have no values to compare"),
+        (("compare", "--html", "/proc/x", "program.py", "1", "2"), 2, "compare: /proc/x cannot be written"),
+        (("compare", "--top", "0", "program.py"), 2, "expected a number above 0, but got '0'"),
+        (("record", "--out", "/proc/x", "program.py", "1", "2"), 2, "record: /proc/x cannot be written"),
         (("trace", "--chrome", "/proc/x", "program.py", "1", "2"), 2, "trace: /proc/x cannot be written"),
         (("compare", "exit.py"), 1, "bye"),
-        (("record", "nothing.py", "--out", "t"), 2, "record: there is no file nothing.py"),
-        (("record", "program.py", "--out", "no/t"), 2, "there is no folder no"),
+        (("record", "--out", "t", "nothing.py"), 2, "record: there is no file nothing.py"),
+        (("record", "--out", "no/t", "program.py"), 2, "there is no folder no"),
     ],
 )  # fmt: skip
 def test_wrong_requests_get_a_sentence(folder, words, status, message):
     got, _, err = command(folder, *words)
     assert got == status and message in err, err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("tool", [("trace",), ("compare",), ("record", "--out", "t")], ids=" ".join)
+def test_what_follows_the_program_is_its_own(folder, tool):
+    """Options of the tool stand before the program; behind --, they are the program's."""
+    (folder / "own.py").write_text("import sys; print(sys.argv)")
+    for words, seen in (
+        (("--epochs", "3", "-h"), ["--epochs", "3", "-h"]),
+        (("--", "--device", "x", "--", "y"), ["--device", "x", "--", "y"]),
+        (("a", "--", "--import=x"), ["a", "--", "--import=x"]),
+    ):
+        status, out, err = command(folder, *tool, "own.py", *words)
+        assert str(["own.py", *seen]) in out, err

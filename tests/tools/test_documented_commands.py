@@ -23,7 +23,7 @@ ROW = re.compile(r"^(aten|mine)::.* (ns|us|ms|s)\b")
 FAILS = {
     "drift 2.13 2.14 --sources backend",
     "explain nonzero_static --device mps",
-    "compare model.py --against cpu --test test_halve.py --html errors.html",
+    "compare --against cpu --test test_halve.py --html errors.html model.py",
 }  # fmt: skip -- as the document says
 
 
