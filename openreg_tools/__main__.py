@@ -48,7 +48,9 @@ def run(commands: Mapping[str, tuple[str, str]], program: str, description: str)
 
 def options(words: list[str]) -> list[str]:
     """The words before the script that a command runs; the script's own arguments follow it."""
-    scripts = (i for i, word in enumerate(words) if word.endswith(".py") and words[i - 1] != "--test")  # a file to write
+    scripts = (
+        i for i, word in enumerate(words) if word.endswith(".py") and words[i - 1] != "--test"
+    )  # a file to write
     return words[: next(scripts, len(words))]
 
 

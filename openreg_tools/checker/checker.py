@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from openreg_tools import backends, dispatch, forked
 from openreg_tools.checker import run
 from openreg_tools.checker.case import SEED, Case, Operator, Outcome, last_line, name_of
-from openreg_tools.checker.checks import ANY_LAYOUT, CHECKS
+from openreg_tools.checker.checks import ANY_LAYOUT, CHECKS, SLOW
 from openreg_tools.checker.checks.derivatives import derivative
 from openreg_tools.checker.report import Report, Result
 from openreg_tools.forms import Wrong
@@ -223,7 +223,7 @@ def check(
         dtype: passed to a function of samples, and used for generated ones.
         reference: a plain function of the same arguments, called with copies on the CPU. By default, on devices other
             than the CPU, the operator's own CPU kernel.
-        only, skip: names of checks, or one name.
+        only, skip: names of checks, or one name. ``only="fast"`` means the checks for an editor, which take a second.
         known: checks that this operator is known to fail, each with the cause. They count as passed; one that no longer
             fails for any sample fails the report. By default, those that the operator's package lists.
         timeout: how many seconds one check of one sample may take.
@@ -269,11 +269,13 @@ def prepare(
     op = operator(op)
     only, skip = ([names] if isinstance(names, str) else names for names in (only, skip))
     only, skip = ([name.replace("-", "_") for name in names] for names in (only, skip))
+    if "fast" in only:
+        only = [*(name for name in CHECKS if name not in SLOW), *(name for name in only if name != "fast")]
     backend = backends.of_operator(name_of(op))
     known = backend.known(name_of(op)) if known is None else known
     for name in (*only, *skip, *known):
         if name not in CHECKS:
-            raise ValueError(f"there is no check {name}; there are {', '.join(CHECKS)}")
+            raise ValueError(f"there is no check {name}; there are {', '.join(CHECKS)}, and fast for a choice")
     chosen = [name for name in CHECKS if (not only or name in only) and name not in skip]
     if reference is not None and not callable(reference):
         raise ValueError(f"expected reference to be a function, but got {type(reference).__name__} {reference!r}")

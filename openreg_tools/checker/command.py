@@ -38,7 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reference", metavar="MODULE:FUNCTION", help="a plain function of the same arguments")
     parser.add_argument("--device", help="where to run (default: where the samples are)")
     parser.add_argument("--dtype", default="float32", help="dtype of generated samples (default float32)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help=f"checks to run, of {', '.join(CHECKS)}")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="CHECK",
+        help=f"checks to run: fast, for those that take a second, or of {', '.join(CHECKS)}",
+    )
     parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK", help="checks to leave out")
     parser.add_argument("--abi", metavar="LIBRARY", help="instead of OP, a library such as mypkg/_C.abi3.so: which symbols "
                         "of torch and CPython it uses that may change, and the lowest versions that it runs with")  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import contextlib
 import ctypes
@@ -31,9 +32,9 @@ from openreg_ops.testing import Sample, check
 from openreg_tools.checker import command as checker_command
 from openreg_tools.checker.case import Case
 from openreg_tools.checker.checker import derived, operator, preserved
-from openreg_tools.checker.checks import CHECKS, unbacked
+from openreg_tools.checker.checks import CHECKS, SLOW, UNUSUAL, unbacked
 from openreg_tools.checker.checks.derivatives import derivative
-from openreg_tools.checker.report import MARKS
+from openreg_tools.checker.report import MARKS, PARTS, Report, Result
 from openreg_tools.forms import Wrong
 from openreg_tools.generate import search
 from openreg_tools.samples import parse
@@ -1424,6 +1425,72 @@ def test_html(report):
     assert all(attrs["href"].partition("#")[2] in CHECKS for tag, attrs in tags if tag == "a")
 
 
+def failing(*statuses):
+    """A report of one sample with these results, as (check, status)."""
+    about = dict.fromkeys(CHECKS, "what it tests")
+    results = [
+        Result(check, 0, status, f"mine::op: {check} " + "words " * 200, "do " * 200) for check, status in statuses
+    ]
+    return Report("mine::op", "mine::op(Tensor x) -> Tensor", "cpu", "2", ["float32[3]"], about, results)
+
+
+@pytest.mark.parametrize(
+    "failed, causes",
+    [
+        ("layouts", {"layouts": []}),
+        ("gradcheck layouts compile vmap", {"layouts": ["gradcheck", "compile", "vmap"]}),
+        ("opcheck_faketensor fake_layouts compile", {"fake_layouts": ["opcheck_faketensor", "compile"]}),
+        ("gradcheck fake_dtypes compile", {"gradcheck": ["compile"], "fake_dtypes": []}),
+        ("export compile", {"compile": ["export"]}),
+        ("autocast out layouts", {"autocast": [], "out": [], "layouts": []}),
+    ],
+)
+def test_one_cause_is_one_failure(failed, causes):
+    found = failing(*((check, "fail") for check in failed.split())).causes()
+    assert {each.result.check: {also.check for also in each.also} for each in found} == {
+        check: set(also) for check, also in causes.items()
+    }
+
+
+def test_failures_come_last_and_are_short():
+    report = failing(
+        ("layouts", "fail"), ("gradcheck", "fail"), ("compile", "fail"), ("vmap", "warn"), ("export", "limit")
+    )
+    end = str(report).partition("FAIL layouts\n")[2].partition("\n\nmine::op FAILS")[0]
+    assert len(end.splitlines()) < 15 and all(len(line) <= 80 for line in end.splitlines()), end
+    assert "Also fails: gradcheck, compile (--verbose" in end and "check --explain layouts" in end and "warn" not in end
+    assert "PyTorch's own limits" in str(report) and "mine::op: export" not in str(report)
+    assert "mine::op: gradcheck words" in report.text(verbose=True) and "mine::op: export" in report.text(verbose=True)
+    page = report.html()
+    assert page.index("mine::op: layouts") < page.index("<table") < page.index("mine::op: vmap")
+
+
+def test_parts_are_of_checks():
+    listed = [check for checks in PARTS.values() for check in checks]
+    assert set(listed) <= set(CHECKS) and len(set(listed)) == len(listed)
+    assert set(CHECKS) >= UNUSUAL | SLOW
+
+
+def test_fast_is_a_choice_of_checks():
+    chosen = check("aten::sin", [(torch.ones(2),)], only="fast", skip=["layouts"]).about
+    assert list(chosen) == [name for name in CHECKS if name not in SLOW and name != "layouts"]
+    assert list(check("aten::sin", [(torch.ones(2),)], only=["fast", "large"], skip=list(chosen)).about) == [
+        "layouts",
+        "large",
+    ]
+
+
+def test_explain(capsys):
+    parser = argparse.ArgumentParser()
+    checker_command.add_arguments(parser)
+    for name in CHECKS:
+        assert checker_command.main(parser.parse_args(["--explain", name])) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(f"{name}\n\n") and "Remedy" in said and "\n## " not in said
+    assert checker_command.main(parser.parse_args(["--explain", "all"])) == 2
+    assert "there is no check all; there are runs, " in capsys.readouterr().err
+
+
 def test_every_check_has_its_section():
     text = (ROOT / "docs" / "checker.md").read_text()
     sections = re.split(r"^## ", text, flags=re.M)
@@ -1600,6 +1667,41 @@ def test_an_operator_that_ends_the_process_fails(checked, name, sentence):
     status, report, _ = checked(name, "--input=f32[3]", "--only=runs,determinism", "--timeout=3")
     assert status == 1 and [each["status"] for each in report["results"]] == ["pass", "fail"]
     assert report["results"][1]["sentence"].startswith(f"ends::{name}: {sentence}")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "before", ["", "torch.ones(1, requires_grad=True).sum().backward()"], ids=["", "after a backward"]
+)
+@pytest.mark.parametrize(
+    "end, sentence",
+    [
+        ("ctypes.string_at(1)", "signal 11: Fatal Python error: Segmentation fault"),
+        ("os._exit(0)", "exit 0"),
+        ("time.sleep(1000)", "the check does not end: no result after 4 s"),
+    ],
+    ids=["crashes", "exits", "hangs"],
+)
+def test_a_program_outlives_its_operator(before, end, sentence):
+    """Where the operator ends or hangs for inputs that its author did not give."""
+    code = f"""
+        import ctypes, os, time, torch
+        from openreg_ops.testing import check
+
+        @torch.library.custom_op("mine::ends", mutates_args=())
+        def ends(x: torch.Tensor) -> torch.Tensor:
+            if not x.numel():
+                {end}
+            return x * 2
+
+        {before}
+        report = check(ends, [(torch.ones(3),)], only=["runs", "empty", "poison"], timeout=4)
+        print([(each.status, each.sentence) for each in report.results])
+    """
+    result = python("-c", textwrap.dedent(code), dynamo=True)
+    statuses = ast.literal_eval(result.stdout)
+    assert [status for status, _ in statuses] == ["pass", "fail", "pass"], result.stderr
+    assert sentence in statuses[1][1]
 
 
 @pytest.mark.processes

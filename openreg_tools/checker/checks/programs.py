@@ -102,7 +102,9 @@ def jit_trace(case: Case) -> str | None:
 
 def _unless_type(error: Exception) -> None:
     """End the check at a type that TorchScript does not support."""
-    if found := re.search(r"(unsupported|Unsupported|Unknown|unknown) ((output|input|value)? ?type:? .{1,60})", str(error)):
+    if found := re.search(
+        r"(unsupported|Unsupported|Unknown|unknown) ((output|input|value)? ?type:? .{1,60})", str(error)
+    ):
         limit(f"TorchScript does not support it: {found[0].splitlines()[0].split(', from')[0]}")
 
 

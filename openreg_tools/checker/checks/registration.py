@@ -281,7 +281,9 @@ def _size_of_output(case: Case, given: dict[str, Any], name: str, n: int, other:
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         try:
             with mode, enable_python_dispatcher(), torch.no_grad():
-                fakes = tree_map(lambda x, mode=mode: mode.from_tensor(x) if isinstance(x, Tensor) else x, given | changes)
+                fakes = tree_map(
+                    lambda x, mode=mode: mode.from_tensor(x) if isinstance(x, Tensor) else x, given | changes
+                )
                 outs = case.op(**fakes)
         except Exception:
             return None

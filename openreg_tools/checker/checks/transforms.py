@@ -257,7 +257,10 @@ def vmap_grad(case: Case) -> str | None:
         if wrong := differs(got, expected, "the gradient of differentiable argument", coarse=coarse):
             if looped:
                 skip(f"PyTorch's loop over slices gives another result ({wrong}): see layouts")
-            fail(f"{case.name}: under torch.vmap of torch.func.grad {said}, {wrong}, which a loop over backward gives", _RULES)
+            fail(
+                f"{case.name}: under torch.vmap of torch.func.grad {said}, {wrong}, which a loop over backward gives",
+                _RULES,
+            )
     if slow:
         warn(f"{case.name}: torch.vmap of torch.func.grad is right but takes PyTorch's slow loop", _SLOW)
     return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from mistakes import Example, right, without_gradient, wrong
 from torch import Tensor
 from torch.library import custom_op, get_ctx
+
+from mistakes import Example, right, without_gradient, wrong
 
 FINDS = ("fake_numbers", "opcheck_aot_dispatch_dynamic")
 

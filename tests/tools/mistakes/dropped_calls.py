@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from mistakes import LIBRARY, Example, right, wrong
 from torch import Tensor
 from torch.library import custom_op
+
+from mistakes import LIBRARY, Example, right, wrong
 
 SEEN: list[float] = []
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from mistakes import Example, define, right, without_gradient
 from torch import Tensor
 from torch.library import custom_op
+
+from mistakes import Example, define, right, without_gradient
 
 
 @right()

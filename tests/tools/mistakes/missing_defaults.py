@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from mistakes import LIBRARY, Example, define, right, without_gradient, wrong
 from torch import Tensor
 from torch.library import custom_op
+
+from mistakes import LIBRARY, Example, define, right, without_gradient, wrong
 
 
 @wrong("defaults")
@@ -89,7 +90,9 @@ def all_take_them():
     def fake(x, weight=None, eps=1e-6, *, bias=None, mode="sum"):
         return kernel(x, weight, eps, bias=bias, mode=mode)
 
-    schema = 'all_take_them(Tensor x, Tensor? weight=None, float eps=1e-06, *, float? bias=None, str mode="sum") -> Tensor'
+    schema = (
+        'all_take_them(Tensor x, Tensor? weight=None, float eps=1e-06, *, float? bias=None, str mode="sum") -> Tensor'
+    )
     op = without_gradient(schema, kernel, fake)
     return Example(op, [(torch.rand(4, 6),), (torch.rand(4, 6), None, 0.5)])
 
@@ -101,7 +104,9 @@ def takes_any():
         return (x.view(groups, -1, x.shape[-1]).cumsum(1).view(x.shape) if causal else x * groups).contiguous()
 
     takes_any.register_fake(lambda x, *rest: x.new_empty(x.shape))
-    takes_any.register_vmap(lambda info, in_dims, x, *rest: (torch.stack([takes_any(y, *rest) for y in x.unbind(in_dims[0])]), 0))
+    takes_any.register_vmap(
+        lambda info, in_dims, x, *rest: (torch.stack([takes_any(y, *rest) for y in x.unbind(in_dims[0])]), 0)
+    )
     return Example(takes_any, [(torch.rand(4, 6),), (torch.rand(4, 6), 2, True)])
 
 
