@@ -44,7 +44,7 @@ def main() -> None:
     operators = [each for each in mistakes.load() if not arguments.kinds or each.kind in arguments.kinds]
     operators = [each for each in operators if arguments.device in each.devices]
     print(f"{'':24}{'check finds':>14}{'passes':>10}{'opcheck finds':>16}{'passes':>10}", flush=True)
-    totals = [0, 0, 0, 0]
+    complete, kinds = [0, 0, 0, 0], [0, 0, 0, 0]
     for kind in dict.fromkeys(each.kind for each in operators):
         counts = {(tool, bad): [0, 0] for tool in ("check", "opcheck") for bad in (True, False)}
         for each in (each for each in operators if each.kind == kind):
@@ -55,10 +55,12 @@ def main() -> None:
                 counts[tool, bad][0] += passed != bad
                 counts[tool, bad][1] += 1
         cells = [counts[tool, bad] for tool in ("check", "opcheck") for bad in (True, False)]
-        totals = [total + (of > 0 and good == of) for total, (good, of) in zip(totals, cells, strict=True)]
+        complete = [total + (of > 0 and good == of) for total, (good, of) in zip(complete, cells, strict=True)]
+        kinds = [total + (of > 0) for total, (_, of) in zip(kinds, cells, strict=True)]
         texts = [f"{good} of {of}" if of else "-" for good, of in cells]
         print(f"{kind:24}{texts[0]:>14}{texts[1]:>10}{texts[2]:>16}{texts[3]:>10}", flush=True)
-    print(f"{'complete kinds':24}{totals[0]:>14}{totals[1]:>10}{totals[2]:>16}{totals[3]:>10}")
+    texts = [f"{good} of {of}" for good, of in zip(complete, kinds, strict=True)]
+    print(f"{'complete kinds':24}{texts[0]:>14}{texts[1]:>10}{texts[2]:>16}{texts[3]:>10}")
 
 
 if __name__ == "__main__":
