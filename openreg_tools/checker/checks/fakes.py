@@ -19,6 +19,7 @@ from openreg_tools.checker.checks.common import (
     dtype_name,
     fail,
     layouts_of,
+    needs_literals,
     needs_tensors,
     plain,
     reference_of,
@@ -63,6 +64,7 @@ def compiled(case: Case, dynamic: bool, function: Any = None) -> Callable[..., t
 def compile(case: Case) -> str | None:  # noqa: A001 -- a check's name is its function's
     """Compiled outputs, their strides, and gradients are the eager ones, for static and dynamic shapes."""
     needs_tensors(case)
+    needs_literals(case)
     remedy = "fix the fake kernel or the derivative: compile trusts both without running the kernel"
     if case.seeded:
         skip("its numbers are random")
@@ -109,11 +111,18 @@ def strides_of(x: Tensor) -> tuple[int, ...]:
     return tuple(stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1) if x.numel() else ()
 
 
+def fake_mode(case: Case, **options: Any) -> FakeTensorMode:
+    """A mode whose data-dependent sizes are symbols. Its cache cannot compare objects."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), **options)
+    mode.cache_enabled = mode.cache_enabled and not case.objects
+    return mode
+
+
 def run_fake(
     case: Case, tensors: Sequence[Tensor], mode: FakeTensorMode | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Fake inputs and the fake kernel's outputs."""
-    mode = mode or FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # data-dependent sizes are symbols
+    mode = mode or fake_mode(case, static_shapes=True)
     with mode, enable_python_dispatcher(), torch.no_grad():
         fakes = [mode.from_tensor(x) for x in tensors]
         return fakes, list(case.run(*fakes))
@@ -242,7 +251,7 @@ def _symbolic(case: Case, tensors: Sequence[Tensor]) -> tuple[FakeTensorMode, li
     """Fake tensors whose sizes are all symbols, and the symbols."""
     from torch._dynamo.source import ConstantSource
 
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = fake_mode(case)
     fakes = []
     for i, x in enumerate(tensors):
         context = StatelessSymbolicContext(

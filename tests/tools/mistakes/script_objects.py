@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from mistakes import Example, define, right, without_gradient
 
+from openreg_tools.samples import Sample
+
 LINEAR = "__torch__.torch.classes.quantized.LinearPackedParamsBase"
 
 
@@ -36,9 +38,8 @@ def scales_without_reading():
 
 
 @right()
-def sums_with_context():
-    context = torch.ops.prepacked.linear_clamp_prepack(torch.rand(3, 6), None, None, None)
-    op = without_gradient("sums_with_context(Tensor[] xs, __torch__.torch.classes.xnnpack.LinearOpContext context) -> Tensor",
-                          lambda xs, context: sum(xs[1:], xs[0] * 1).contiguous(),
-                          lambda xs, context: sum(xs[1:], xs[0] * 1).contiguous())  # fmt: skip
-    return Example(op, [([torch.rand(4, 6), torch.rand(4, 6)], context)])
+def sums_with_object():
+    op = without_gradient(f"sums_with_object(Tensor[] xs, *, {LINEAR} weights) -> (Tensor, SymInt)",
+                          lambda xs, weights: (sum(xs[1:], xs[0] * 1).contiguous(), len(xs)),
+                          lambda xs, weights: (sum(xs[1:], xs[0] * 1).contiguous(), len(xs)))  # fmt: skip
+    return Example(op, [Sample([torch.rand(4, 6), torch.rand(4, 6)], weights=packed())])
