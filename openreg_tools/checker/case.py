@@ -15,6 +15,7 @@ from openreg_tools.samples import Sample
 
 Operator = torch._ops.OpOverload
 SEED = 4321
+KNOWN = ("builtins", "torch")  # packages of the types for which compilers have literals
 
 
 def name_of(op: Operator) -> str:
@@ -238,6 +239,13 @@ class Case:
     @property
     def composite(self) -> bool:
         return self.has_kernel("CompositeImplicitAutograd")
+
+    @property
+    def objects(self) -> list[str]:
+        """The classes of the objects among the arguments, other than generators, of which compilers know little."""
+        values = self.constants.values()
+        foreign = [x for x in values if isinstance(x, torch.ScriptObject) or type(x).__module__.split(".")[0] not in KNOWN]
+        return list(dict.fromkeys(str(x._type()) if hasattr(x, "_type") else type(x).__name__ for x in foreign))
 
     def numbers(self, tensors: list[Tensor]) -> list[Any]:
         """The outputs that are not tensors, of a call on these tensors."""

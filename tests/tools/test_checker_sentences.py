@@ -409,6 +409,8 @@ TABLE = [
            schema="(Tensor x, int n) -> Tensor", fake=lambda x, n: x.new_empty(n), inputs=(*NUMBERS, 3)),
     Broken("int_sizes", "n is the size of dimension 0 of output 0, and the schema says int", lambda x, n=3: x.new_zeros(n),
            schema="(Tensor x, int n=3) -> Tensor", fake=lambda x, n=3: x.new_empty(n), status="warn"),
+    Broken("fake_dynamic", "its backward fixes dimension 0 of x to 4, although it takes other sizes; every new size compiles again", double,
+           backward=lambda ctx, g: g * 2 if int(g.shape[0]) else g),
     Broken("defaults", "in a call with eps=1.5, the fake kernel raised TypeError", lambda x, eps=0.5: x + eps,
            schema="(Tensor x, float eps=0.5) -> Tensor"),
     Broken("defaults", "in a call with keep=True, output 0 has shape [4, 1], but the fake kernel says [4]",

@@ -78,7 +78,7 @@ ANY_LAYOUT = {"runs", "reference", "opcheck_faketensor", "backward", "jit_trace"
 
 # The checks that call the kernel with sizes, strides, dtypes or values that the author did not give.
 UNUSUAL = {name for name, check in CHECKS.items() if check.__module__ == inputs.__name__}
-UNUSUAL |= {"schema", "fake_layouts", "fake_dtypes", "fake_errors"}
+UNUSUAL |= {"schema", "fake_layouts", "fake_dtypes", "fake_errors", "fake_numbers", "defaults"}
 
 # The checks that take longer than a few hundredths of a second; `--only fast` leaves them out.
 SLOW = {"opcheck_schema", "opcheck_autograd_registration", "opcheck_faketensor", "opcheck_aot_dispatch_dynamic", "compile", "compile_unbacked", "fake_unbacked", "export",

@@ -84,6 +84,11 @@ def needs_tensors(case: Case) -> None:
         skip("it returns no tensor, and a compiler does not know its result")
 
 
+def needs_literals(case: Case) -> None:
+    if case.objects:
+        limit(f"PyTorch's compilers and tracers do not take every object of {', '.join(case.objects)} as an argument")
+
+
 def needs_derivative(case: Case) -> None:
     if case.derivative.status != "pass":
         skip("there is no derivative to check: see backward")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, attached, cotangents, last_line
-from openreg_tools.checker.checks.common import differs, fail, refuse, skip, tolerance, warn
+from openreg_tools.checker.case import Case, Outcome, attached, cotangents, last_line
+from openreg_tools.checker.checks.common import differs, fail, limit, refuse, skip, tolerance, warn
 
 RANKS = 2
 _REMEDY = (
@@ -125,10 +125,21 @@ def dtensor(case: Case) -> str | None:
             tensors = [_placed(x, parts, d, mesh) for x, parts, d in inputs]
             # Graphs of DTensors are slow, so gradients are checked only for the first placements.
             by = [_placed(c, parts, None, mesh) for c, parts in given] if grad and i < 4 else None
-            stayed = _check_way(case, way, dims, tensors, by, own)
+            try:
+                stayed = _check_way(case, way, dims, tensors, by, own)
+            except Outcome as outcome:
+                if outcome.status == "fail" and _keyword_only(case):
+                    limit("DTensor does not redistribute a tensor that is given by keyword only")
+                raise
             if stayed and any(d is not None for d in dims):
                 stays.append(way.replace("dimension ", ""))
     return f"stays sharded with {', '.join(stays)}" if stays else "no sharding stays"
+
+
+def _keyword_only(case: Case) -> bool:
+    """Whether a tensor of the sample is given by keyword only."""
+    keywords = {argument.name for argument in case.schema.arguments if argument.kwarg_only}
+    return any(name.partition("[")[0] in keywords for name in case.names)
 
 
 def _unless_simulated(error: BaseException) -> None:

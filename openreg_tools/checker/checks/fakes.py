@@ -19,6 +19,7 @@ from openreg_tools.checker.checks.common import (
     dtype_name,
     fail,
     layouts_of,
+    needs_literals,
     needs_tensors,
     plain,
     reference_of,
@@ -63,6 +64,7 @@ def compiled(case: Case, dynamic: bool, function: Any = None) -> Callable[..., t
 def compile(case: Case) -> str | None:  # noqa: A001 -- a check's name is its function's
     """Compiled outputs, their strides, and gradients are the eager ones, for static and dynamic shapes."""
     needs_tensors(case)
+    needs_literals(case)
     remedy = "fix the fake kernel or the derivative: compile trusts both without running the kernel"
     if case.seeded:
         skip("its numbers are random")
@@ -109,11 +111,18 @@ def strides_of(x: Tensor) -> tuple[int, ...]:
     return tuple(stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1) if x.numel() else ()
 
 
+def fake_mode(case: Case, **options: Any) -> FakeTensorMode:
+    """A mode whose data-dependent sizes are symbols. Its cache cannot compare objects."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), **options)
+    mode.cache_enabled = mode.cache_enabled and not case.objects
+    return mode
+
+
 def run_fake(
     case: Case, tensors: Sequence[Tensor], mode: FakeTensorMode | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Fake inputs and the fake kernel's outputs."""
-    mode = mode or FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # data-dependent sizes are symbols
+    mode = mode or fake_mode(case, static_shapes=True)
     with mode, enable_python_dispatcher(), torch.no_grad():
         fakes = [mode.from_tensor(x) for x in tensors]
         return fakes, list(case.run(*fakes))
@@ -238,12 +247,11 @@ def _known(sizes: Sequence[int], said: Sequence[Any]) -> list[int | None]:
     return [n if isinstance(s, int) else None for n, s in zip(sizes, said, strict=True)]
 
 
-def _symbolic(case: Case, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[Tensor], list[list[Any]]]:
-    """Run the fake kernel on tensors whose sizes are all symbols."""
+def _symbolic(case: Case, tensors: Sequence[Tensor]) -> tuple[FakeTensorMode, list[Tensor], list[list[Any]]]:
+    """Fake tensors whose sizes are all symbols, and the symbols."""
     from torch._dynamo.source import ConstantSource
 
-    env = ShapeEnv()
-    mode = FakeTensorMode(shape_env=env)
+    mode = fake_mode(case)
     fakes = []
     for i, x in enumerate(tensors):
         context = StatelessSymbolicContext(
@@ -252,17 +260,19 @@ def _symbolic(case: Case, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor],
         )
         fakes.append(mode.from_tensor(x, source=ConstantSource(f"t{i}"), symbolic_context=context))
     symbols = [[size.node.expr if isinstance(size, torch.SymInt) else None for size in f.shape] for f in fakes]
-    with mode, enable_python_dispatcher(), torch.no_grad():
-        return env, fakes, list(case.run(*fakes)), symbols
+    return mode, fakes, symbols
 
 
 def fake_dynamic(case: Case) -> str | None:
-    """The fake kernel keeps sizes symbolic."""
-    needs_tensors(case)
+    """The fake kernel, and the backward, keep sizes symbolic."""
+    if not case.schema.returns:
+        needs_tensors(case)
     tensors = case.fresh()
     if any(x.layout != torch.strided for x in tensors) or not sizes_of(tensors):
         skip("no strided tensor of more than one element")
-    env, _, outs, symbols = _symbolic(case, tensors)
+    mode, fakes, symbols = _symbolic(case, tensors)
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        outs = list(case.run(*fakes))
     for i, (real, said) in enumerate(zip(case.expected, outs, strict=True)):
         sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in said.shape]
         if len(sizes) != real.dim() or any(n not in (None, m) for n, m in zip(sizes, real.shape, strict=True)):
@@ -271,25 +281,49 @@ def fake_dynamic(case: Case) -> str | None:
                 f"{list(real.shape)}",
                 "compute output shapes from x.shape alone",
             )
+    for name, d, size in _fixed(case, mode, tensors, symbols):
+        fail(
+            f"{case.name}: the fake kernel fixes dimension {d} of {name} to {size}, and the kernel takes other sizes; "
+            "every new size compiles again, and export with a dynamic dimension fails",
+            "do not turn sizes into Python numbers in the fake kernel (int(), //, if): use them as they are, and "
+            "check them with torch._check",
+        )
+    if case.derivative.status != "pass":
+        return None
+    try:
+        with mode, enable_python_dispatcher():
+            gradients(case.run, case.leaf(fakes), case.wanted)
+    except Exception:
+        return "without its backward"  # compile runs it
+    for name, d, size in _fixed(case, mode, tensors, symbols, grad=True):
+        fail(
+            f"{case.name}: its backward fixes dimension {d} of {name} to {size}, although it takes other sizes; every new "
+            "size compiles again",
+            "in setup_context and backward, use sizes as they are (no int()), and give an operator that takes one as an "
+            "argument SymInt in its schema instead of int",
+        )
+    return "with its backward"
+
+
+def _fixed(
+    case: Case, mode: FakeTensorMode, tensors: list[Tensor], symbols: list[list[Any]], grad: bool = False
+) -> Iterator[tuple[str, int, int]]:
+    """The dimensions whose symbols became numbers, although the operator accepts other sizes."""
     for name, x, each in zip(case.names, tensors, symbols, strict=True):
         for d, symbol in enumerate(each):
-            found = env.replacements.get(symbol) if symbol is not None else None
+            found = mode.shape_env.replacements.get(symbol) if symbol is not None else None
             if found is None or not found.is_number:
                 continue
             # Not if it accepts no other size, or if the size is the number of outputs.
             try:
-                other = plain(case, resized(case.fresh(), x.shape[d], x.shape[d] + 1))
+                other = resized(case.fresh(), x.shape[d], x.shape[d] + 1)
+                outs = plain(case, other)
+                if grad:
+                    gradients(case.run, case.leaf(other), case.wanted)
             except Exception:
                 continue
-            if len(other) != len(case.expected):
-                continue
-            fail(
-                f"{case.name}: the fake kernel fixes dimension {d} of {name} to {found}, and the kernel takes other sizes; "
-                "every new size compiles again, and export with a dynamic dimension fails",
-                "do not turn sizes into Python numbers in the fake kernel (int(), //, if): use them as they are, and "
-                "check them with torch._check",
-            )
-    return None
+            if len(outs) == len(case.expected):
+                yield name, d, found
 
 
 def fake_errors(case: Case) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from openreg_tools.checker.case import Case, Operator, last_line, small
-from openreg_tools.checker.checks.common import differs, dtype_name, fail, limit, needs_tensors, skip
+from openreg_tools.checker.checks.common import differs, dtype_name, fail, limit, needs_literals, needs_tensors, skip
 from openreg_tools.checker.checks.fakes import program, unlike_eager
 
 
@@ -38,6 +38,7 @@ def _decompositions(op: Operator, count: int) -> dict[Operator, Callable[..., An
 def export(case: Case) -> str | None:
     """torch.export traces it; the program, its decompositions, and a saved copy run."""
     needs_tensors(case)
+    needs_literals(case)
     if case.seeded:
         skip("its numbers are random")
     remedy = "fix the fake kernel: export runs nothing else"
@@ -86,6 +87,7 @@ def jit_trace(case: Case) -> str | None:
         skip("its numbers are random")
     if not case.expected or not case.leaves:
         skip("torch.jit.trace needs tensors as inputs and outputs")
+    needs_literals(case)
     try:
         traced = torch.jit.trace(case.function(), tuple(case.fresh()), check_trace=False)
         outs = traced(*case.fresh())

@@ -14,6 +14,7 @@ from openreg_tools.checker.checks.common import (
     differs,
     dtype_name,
     fail,
+    needs_literals,
     permuted,
     plain,
     refuse,
@@ -37,6 +38,7 @@ def functionalization(case: Case) -> str | None:
         if not case.mutable or "alias annotations" not in str(error):
             refuse_or_fail(case, error, "torch.func.functionalize", remedy)
         # C++ functionalization does not support custom operators that write; the compiler's does.
+        needs_literals(case)
         with quiet():
             outs = compiled(case, False)(*case.fresh())
     if wrong := differs(outs, case.expected):

@@ -9,11 +9,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from openreg_tools.checker.case import Case, gradients, last_line
-from openreg_tools.checker.checks.common import differs, dtype_name, fail, needs_tensors, skip, warn
+from openreg_tools.checker.checks.common import differs, dtype_name, fail, needs_literals, needs_tensors, skip, warn
+from openreg_tools.checker.checks.fakes import fake_mode
 
 _REMEDY = (
     "check sizes with torch._check(size == …, lambda: …), combine conditions with | and & instead of `or` and `and`, take "
@@ -69,8 +68,8 @@ def fake_unbacked(case: Case) -> str | None:
     needs_tensors(case)
     variants = list(_variants(case))
     for where, symbols in variants:
-        env = ShapeEnv()
-        mode = FakeTensorMode(shape_env=env)
+        mode = fake_mode(case)
+        env = mode.shape_env
         with mode, enable_python_dispatcher(), torch.no_grad():
             sizes = [env.create_unbacked_symint() for _ in range(max(symbols.values()) + 1)]
             for size in sizes:
@@ -109,6 +108,7 @@ def _captured() -> Any:
 def compile_unbacked(case: Case) -> str | None:
     """Compiled with every dimension unbacked (equal sizes share a symbol), outputs and gradients are the eager ones."""
     needs_tensors(case)
+    needs_literals(case)
     dims = _dims(case)
     if case.seeded:
         skip("its numbers are random")
@@ -136,6 +136,7 @@ def compile_unbacked(case: Case) -> str | None:
 def export_unbacked(case: Case) -> str | None:
     """Exported after nonzero(), which determines its sizes, strictly or not, it gives the eager outputs."""
     needs_tensors(case)
+    needs_literals(case)
     dims = _dims(case)
     if case.seeded:
         skip("its numbers are random")

@@ -15,6 +15,7 @@ from openreg_tools.checker.checks.common import (
     differs,
     fail,
     limit,
+    needs_literals,
     padded,
     plain,
     reference_of,
@@ -172,6 +173,7 @@ def reference(case: Case) -> str | None:
 # ---- opcheck ----
 
 
+_NO_OBJECT = re.compile("is not implemented for __torch__|__obj_flatten__|FakeScriptObject|register_fake_class")
 _NO_ARITHMETIC = re.compile("not implemented for 'Float(8|4)|Promotion for Float(8|4)")
 _ALLOCATES = "let the fake kernel give the shape, dtype, device, strides and numbers that the kernel gives"
 _REMEDIES = {
@@ -198,6 +200,8 @@ def _opcheck(case: Case, test: str) -> None:
     except Exception as error:
         if any(small(x) for x in (*case.leaves, *case.expected)) and _NO_ARITHMETIC.search(str(error)):
             limit(f"opcheck's {test} computes with float8, which has no arithmetic")
+        if case.objects and _NO_OBJECT.search(str(error)):
+            needs_literals(case)
         cause = "gradients" if "Gradients of the operator are different" in str(error) else test
         fail(f"{case.name}: opcheck's {test} says: {last_line(error)}", _REMEDIES[cause])
 
