@@ -9,6 +9,9 @@ from torch.library import custom_op
 from mistakes import LIBRARY, Example, define, right, wrong
 
 
+NUMBERS = torch.arange(24.0).reshape(4, 6) / 2 + 0.125  # not at a step, in half precision either
+
+
 def contiguous(x, *_):
     return x.new_empty(x.shape)
 
@@ -17,7 +20,7 @@ def contiguous(x, *_):
 def scaled_by_mistake():
     op = define("rounds_and_scales(Tensor x) -> Tensor", lambda x: x.round().contiguous(), contiguous,
                 lambda ctx, g: g * 2, lambda ctx, inputs, output: None)  # fmt: skip
-    return Example(op, [(torch.rand(4, 6) * 5,)], {"intended_gradient": lambda x: x})
+    return Example(op, [(NUMBERS,)], {"intended_gradient": lambda x: x})
 
 
 @wrong("gradcheck")
@@ -45,7 +48,7 @@ def no_gradient_of_the_scale():
     op = define("quantized_wrong(Tensor x, Tensor scale) -> Tensor", lambda x, scale: ((x / scale).round() * scale).contiguous(),
                 lambda x, scale: x.new_empty(x.shape, dtype=torch.result_type(x, scale)))  # fmt: skip
     LIBRARY.impl("mistakes::quantized_wrong", Quantize.apply, "Autograd")
-    return Example(op, [(torch.rand(4, 6) * 5, torch.tensor(0.7))], {"intended_gradient": quantized})
+    return Example(op, [(NUMBERS, torch.tensor(0.5))], {"intended_gradient": quantized})
 
 
 def quantized(x, scale):
@@ -60,7 +63,7 @@ def rounds_straight_through():
 
     rounds.register_fake(contiguous)
     rounds.register_autograd(lambda ctx, g: g * 1)
-    return Example(rounds, [(torch.rand(4, 6) * 5,)], {"intended_gradient": lambda x: x, "reference": torch.round})
+    return Example(rounds, [(NUMBERS,)], {"intended_gradient": lambda x: x, "reference": torch.round})
 
 
 @right()
@@ -94,4 +97,4 @@ def quantizes_with_a_learned_scale():
     def intended(x, scale):
         return quantized(x, scale), (x / scale).round().to(torch.int32)
 
-    return Example(op, [(torch.rand(4, 6) * 5, torch.tensor(0.7))], {"intended_gradient": intended})
+    return Example(op, [(NUMBERS, torch.tensor(0.5))], {"intended_gradient": intended})
