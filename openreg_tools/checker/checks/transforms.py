@@ -14,6 +14,7 @@ from openreg_tools.checker.checks.common import (
     differs,
     dtype_name,
     fail,
+    limit,
     permuted,
     plain,
     refuse,
