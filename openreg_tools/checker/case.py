@@ -47,11 +47,13 @@ class Case:
         device: str,
         reference: Callable[..., Any] | None,
         differentiate: Callable[[Case], None],
+        intended_gradient: Callable[..., Any] | None = None,
     ) -> None:
         self.op, self.device, self.reference = op, torch.device(device), reference
         self.sample = self._on_device(sample)
         self._differentiate = differentiate  # set to checks.derivatives.derivative, which needs this class
         self.trying: Callable[[str], None] = lambda inputs: None  # called with inputs that the author did not give
+        self.intended_gradient = intended_gradient
         self.name = name_of(op)
         self.schema = op._schema
         self.leaves = [x for x in tree_leaves((sample.args, sample.kwargs)) if isinstance(x, Tensor)]
@@ -255,6 +257,11 @@ class Case:
         outs = (out,) if len(self.schema.returns) == 1 else out or ()
         kinds = [str(each.type) for each in self.schema.returns]
         return tree_leaves([value for value, kind in zip(outs, kinds, strict=True) if "Tensor" not in kind])
+
+    @functools.cached_property
+    def intended(self) -> Callable[..., tuple[Tensor, ...]] | None:
+        """The function whose gradient the author intends, as `function`; None for the operator's own derivative."""
+        return self.function(op=self.intended_gradient) if self.intended_gradient else None
 
 
 def _copied(x: Tensor, device: torch.device | str, storages: dict[int, Tensor]) -> Tensor:

@@ -207,6 +207,7 @@ def check(
     *,
     dtype: torch.dtype = torch.float32,
     reference: Callable[..., Any] | None = None,
+    intended_gradient: Callable[..., Any] | None = None,
     only: str | Collection[str] = (),
     skip: str | Collection[str] = (),
     known: Mapping[str, str] | None = None,
@@ -223,6 +224,8 @@ def check(
         dtype: passed to a function of samples, and used for generated ones.
         reference: a plain function of the same arguments, called with copies on the CPU. By default, on devices other
             than the CPU, the operator's own CPU kernel.
+        intended_gradient: a differentiable function of the same arguments that has the gradient that the operator should
+            have, if that is not its derivative: ``lambda x: x`` for rounding with a straight-through gradient.
         only, skip: names of checks, or one name. ``only="fast"`` means the checks for an editor, which take a second.
         known: checks that this operator is known to fail, each with the cause. They count as passed; one that no longer
             fails for any sample fails the report. By default, those that the operator's package lists.
@@ -242,8 +245,9 @@ def check(
     if isinstance(sample_inputs, Iterable):
         sample_inputs = list(sample_inputs)
     prepared = functools.partial(
-        prepare, op, sample_inputs, device, dtype=dtype, reference=reference, only=only, skip=skip, known=known
-    )
+        prepare, op, sample_inputs, device, dtype=dtype, reference=reference, intended_gradient=intended_gradient, only=only,
+        skip=skip, known=known,
+    )  # fmt: skip
     if forked.available(str(device or _home(operator(op), sample_inputs))):
         return run.in_children(prepared, timeout, progress)
     return run.in_process(prepared(), timeout, progress)
@@ -259,6 +263,7 @@ def prepare(
     only: str | Collection[str],
     skip: str | Collection[str],
     known: Mapping[str, str] | None = None,
+    intended_gradient: Callable[..., Any] | None = None,
     started: Callable[[Report], None] = lambda report: None,
 ) -> Checks:
     """Resolve the operator and make its samples. The arguments are those of `check`.
@@ -277,8 +282,9 @@ def prepare(
         if name not in CHECKS:
             raise ValueError(f"there is no check {name}; there are {', '.join(CHECKS)}, and fast for a choice")
     chosen = [name for name in CHECKS if (not only or name in only) and name not in skip]
-    if reference is not None and not callable(reference):
-        raise ValueError(f"expected reference to be a function, but got {type(reference).__name__} {reference!r}")
+    for what, given in (("reference", reference), ("intended_gradient", intended_gradient)):
+        if given is not None and not callable(given):
+            raise ValueError(f"expected {what} to be a function, but got {type(given).__name__} {given!r}")
     target = str(device) if device is not None else None
     if target:
         try:
@@ -312,7 +318,8 @@ def prepare(
     if not samples:
         raise ValueError(f"{name_of(op)}: sample_inputs is empty; give at least one tuple of arguments")
     report.device, report.samples = target, [repr(sample) for sample in samples]
-    return Checks(report, op, samples, reference, dict(known), list(backend.may_pass(name_of(op))))
+    may_pass = list(backend.may_pass(name_of(op)))
+    return Checks(report, op, samples, reference, dict(known), may_pass, intended_gradient)
 
 
 @dataclasses.dataclass
@@ -325,6 +332,7 @@ class Checks:
     reference: Callable[..., Any] | None
     known: dict[str, str]
     may_pass: list[str]  # of `known`
+    intended_gradient: Callable[..., Any] | None = None
     trying: Callable[[str], None] = lambda inputs: None  # called with the inputs that a check tries
     _case: tuple[int, Case, str] | None = None  # the sample's number, and why the operator refuses it
 
@@ -358,7 +366,9 @@ class Checks:
 
     def _of_sample(self, i: int) -> tuple[Case, str]:
         if self._case is None or self._case[0] != i:
-            case = Case(self.op, self.samples[i], self.report.device, self.reference, derivative)
+            case = Case(
+                self.op, self.samples[i], self.report.device, self.reference, derivative, self.intended_gradient
+            )
             case.trying = self.trying
             self._case = i, case, _refusal(case)
         return self._case[1:]

@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", action="append", default=[], metavar="ARGUMENTS",
                         help="one sample, such as 'f32[3,4], f32[4], eps=1e-5'; may be repeated")  # fmt: skip
     parser.add_argument("--reference", metavar="MODULE:FUNCTION", help="a plain function of the same arguments")
+    parser.add_argument("--intended-gradient", metavar="MODULE:FUNCTION", help="a function of the same arguments that has the "
+                        "gradient that the operator should have, if that is not its derivative (straight-through)")  # fmt: skip
     parser.add_argument("--device", help="where to run (default: where the samples are)")
     parser.add_argument("--dtype", default="float32", help="dtype of generated samples (default float32)")
     parser.add_argument(
@@ -117,6 +119,7 @@ def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = 
     return prepare(
         *_asked(arguments), arguments.device, dtype=dtype_of(arguments.dtype), only=_names(arguments.only),
         skip=_names(arguments.skip), reference=_named(arguments.reference) if arguments.reference else None,
+        intended_gradient=_named(arguments.intended_gradient) if arguments.intended_gradient else None,
         started=started,
     )  # fmt: skip
 
@@ -165,7 +168,7 @@ def _abi(arguments: argparse.Namespace) -> int:
     from openreg_tools.abi import audit
 
     given = {"OP": arguments.op, "--import": arguments.modules, "--samples": arguments.samples, "--input": arguments.input,
-             "--reference": arguments.reference, "--device": arguments.device, "--only": arguments.only,
+             "--reference": arguments.reference, "--intended-gradient": arguments.intended_gradient, "--device": arguments.device, "--only": arguments.only,
              "--skip": arguments.skip, "--html": arguments.html}  # fmt: skip
     if others := [name for name, value in given.items() if value]:
         raise Wrong(f"--abi takes a library, --require-stable and --json alone: leave out {' and '.join(others)}")

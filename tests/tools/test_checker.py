@@ -316,8 +316,10 @@ def test_mutation_that_autograd_is_not_told_of():
     y = x.clone()
     triples(y)
     assert torch.autograd.grad(y.sum(), x)[0].tolist() == [1.0] * 4  # of 3 * x
-    sentence = caught(triples, [(torch.randn(4, 6),)], "backward")
-    assert "it writes to x, which requires a gradient, without telling autograd" in sentence
+    (failure,) = check(triples, [(torch.randn(4, 6, requires_grad=True),)], only=["backward"]).failures
+    assert "it writes to x, which requires a gradient, without telling autograd" in failure.sentence
+    report = check(triples, [(torch.randn(4, 6),)], only=["backward"])
+    assert report.passed and "it writes to x without telling autograd" in report.of("warn")[0].sentence
 
 
 def test_backward_that_writes_to_the_gradient():
@@ -1535,6 +1537,7 @@ def module(tmp_path_factory):
                 return x * 2
 
             my_op.register_fake(torch.empty_like)
+            my_op.register_autograd(lambda ctx, g: g * 2)
 
             def samples(device, dtype):
                 yield (torch.ones(3, 5, device=device, dtype=dtype),)
@@ -1824,6 +1827,7 @@ OPTIONS = {
     "--input f32[2] --only schema": lambda report: list(report["checks"]) == ["schema"],
     "--input f32[2] --only runs schema --skip runs": lambda report: list(report["checks"]) == ["schema"],
     "--input f32[2] --reference my_module:wrong --only reference": lambda report: not report["passed"],
+    "--input f32[2] --intended-gradient my_module:wrong --only gradcheck": lambda report: not report["passed"],
 }
 
 

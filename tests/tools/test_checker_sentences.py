@@ -31,7 +31,8 @@ class Broken:
     """An operator sentences::NAME, its sample, and the sentence that a check must end in."""
 
     def __init__(self, row, sentence, kernel=None, *, inputs=NUMBERS, device=None, reference=None, status="fail",
-                 mode="error", **how):  # fmt: skip
+                 mode="error", intended_gradient=None, **how):  # fmt: skip
+        self.intended_gradient = intended_gradient
         self.row, self.sentence, self.status, self.kernel, self.how = row, sentence, status, kernel, how
         self.inputs, self.device, self.reference, self.mode = inputs, device, reference, mode
 
@@ -92,6 +93,10 @@ def noise(x):
 def traced(x):
     """Whether a compiler traces this."""
     return type(x) is not Tensor
+
+
+def not_contiguous():
+    raise RuntimeError("not contiguous")
 
 
 def accident(*_arguments):
@@ -291,6 +296,8 @@ def helper(which):
             return g * x.cos()
 
         return torch.library.custom_op("sentences::helper_raises", kernel, mutates_args=())
+    if which == "strides":
+        return operator("helper_strides", lambda g: (g * 2).contiguous())
     if which == "loop":
         return operator("helper_loop", double)
     return operator("helper_vmap", double, vmap=lambda info, dims, x: (x * 3, dims[0]))
@@ -344,7 +351,7 @@ TABLE = [
     Broken("backward", "it depends on x, which requires a gradient, but its output does not; a program's gradient leaves "
            "the operator out, without an error or a warning", double, Autograd=below),
     Broken("backward", "it writes to x, which requires a gradient, without telling autograd: the gradient passes as if x",
-           triples),
+           triples, inputs=(NUMBERS[0].clone().requires_grad_(),)),
     Broken(
         "backward", "output 1 depends on x but does not require a gradient; everything computed from it is left out of a "
         "program's gradient", lambda x: (x * 2, x * 3), schema=TWO, status="warn",
@@ -382,6 +389,51 @@ TABLE = [
            functools.partial(raises_in_functorch, depth=2), key="CompositeImplicitAutograd"),
     Broken("func_grad", "under torch.func.grad of the outputs of torch.func.vjp the gradient of differentiable argument 0",
            functools.partial(constant_in_functorch, depth=2), key="CompositeImplicitAutograd"),
+    Broken("backward", "it writes to x without telling autograd, so a gradient does not pass through, without an error",
+           triples, status="warn"),
+    Broken("gradcheck", "the function given as intended_gradient returns shapes [[2, 6]], and the operator [[4, 6]]", double,
+           backward=double_backward, intended_gradient=lambda x: x[:2]),
+    Broken("gradcheck", "the gradient of differentiable argument 0 differs … , which the function given as intended_gradient has",
+           torch.round, backward=double_backward, intended_gradient=lambda x: x),
+    # gradients
+    Broken("gradient_layouts", "the gradient is transposed (shape [4, 6], strides (1, 4)): output 0 of sentences::helper_strides has "
+           "strides (6, 1), but its fake kernel says (1, 4) (given [4, 6] of strides (1, 4)); a compiled program trusts the fake kernel",
+           double, backward=lambda ctx, g: helper("strides")(g)),
+    Broken("gradient_layouts", "backward through one output at a time, so that the gradients of the others are undefined, adds up "
+           "to other numbers than backward through all: the gradient of x differs", lambda x: (x * 2, x * 3), schema=TWO,
+           fake=lambda x: (torch.empty_like(x), torch.empty_like(x)),
+           setup=lambda ctx, inputs, output: ctx.set_materialize_grads(False),
+           backward=lambda ctx, g, h: (1 if g is None else g * 2) + (1 if h is None else h * 3)),
+    Broken("gradient_layouts", "the gradient is a slice of a wider one, as after cat or split (shape [4, 6], strides (18, 1)): backward "
+           "raised RuntimeError: view size is not compatible", double, backward=lambda ctx, g: g.view(-1).view(g.shape) * 2),
+    Broken("gradient_layouts", "the gradient of x differs … , which a contiguous gradient of equal values gives", double,
+           backward=lambda ctx, g: g * (2 if g.is_contiguous() else 3)),
+    Broken("gradient_layouts", ": backward rejects it: RuntimeError: not contiguous", double, status="warn",
+           backward=lambda ctx, g: g * 2 if g.is_contiguous() else not_contiguous()),
+    Broken("frozen_arguments", "if only x requires a gradient, backward raised KeyError", torch.mul, schema=PAIR, inputs=PAIRS,
+           fake=torch.mul, backward=lambda ctx, g: pair_backward(ctx, g) if all(ctx.needs_input_grad) else accident()),
+    Broken("frozen_arguments", "if only x requires a gradient, the gradient of x differs … , which backward gives when every "
+           "argument requires one", torch.mul, schema=PAIR, inputs=PAIRS, fake=torch.mul,
+           backward=lambda ctx, g: pair_backward(ctx, g) if all(ctx.needs_input_grad) else (g, g)),
+    Broken("broadcast_gradients", "x of shape [1, 6] is broadcast to [4, 6], and backward raised RuntimeError: shape", torch.mul,
+           schema=PAIR, inputs=PAIRS, fake=torch.mul,
+           backward=lambda ctx, g: tuple(map(Tensor.reshape, pair_backward(ctx, g), [x.shape for x in ctx.saved_tensors]))),
+    Broken("broadcast_gradients", "x of shape [1, 6] is broadcast to [4, 6], and the gradient of x differs … , which the sum over the "
+           "broadcast dimensions gives", torch.mul, schema=PAIR, inputs=PAIRS, fake=torch.mul,
+           backward=lambda ctx, g: tuple(d if d.shape == x.shape else d.mean(0, True).expand(x.shape) if x.dim() == 2 else None
+                                         for d, x in zip(pair_backward(ctx, g), ctx.saved_tensors, strict=True))),
+    Broken("saved_tensors", "it keeps output 0 for backward without save_for_backward: the output refers to its graph and the graph to "
+           "the output, so both stay in memory when nobody uses them", torch.exp, backward=lambda ctx, g: g * ctx.y,
+           setup=lambda ctx, inputs, output: setattr(ctx, "y", output)),
+    Broken("saved_tensors", "it keeps a float32 tensor of shape [4, 6] for backward without save_for_backward, so saved_tensors_hooks, "
+           "checkpointing and offloading do not see it", torch.sin, backward=lambda ctx, g: g * ctx.slope,
+           setup=lambda ctx, inputs, output: setattr(ctx, "slope", inputs[0].cos())),
+    Broken("saved_tensors", "after changing x in place between forward and backward, without an error, the gradient of x differs",
+           torch.sin, backward=lambda ctx, g: g * ctx.x.cos(),
+           setup=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0])),
+    Broken("saved_tensors", "it keeps x for backward without save_for_backward, which holds its memory; "
+           "saved_tensors_hooks, checkpointing and offloading do not see it", double, status="warn",
+           backward=lambda ctx, g: (g * 2).view(ctx.x.shape), setup=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0])),
     # distributed
     Broken("dtensor", "a call on DTensors with every argument replicated raised RuntimeError: 'slot'", double,
            sharding=accident),
@@ -568,7 +620,8 @@ def test_sentence(broken, request, monkeypatch):
     op = triples(name) if broken.kernel is triples else broken.make(name)
     try:
         with openreg_ops.autograd.fallback_mode(broken.mode):
-            report = check(op, [broken.inputs], broken.device, reference=broken.reference, only=broken.row)
+            report = check(op, [broken.inputs], broken.device, reference=broken.reference, only=broken.row,
+                           intended_gradient=broken.intended_gradient)  # fmt: skip
     finally:
         torch.set_num_threads(threads)
         if broken.kernel is stuck:

@@ -28,7 +28,10 @@ from openreg_tools.checker.checks.common import (
 
 
 def slope(case: Case, which: int, tensors: list[Tensor], outs: Sequence[int] | None = None) -> float:
-    """The derivative of the weighted outputs along a fixed direction of one tensor, by finite differences."""
+    """The derivative of the weighted outputs along a fixed direction of one tensor, by finite differences.
+
+    Of the function that has the intended gradient, if there is one.
+    """
     x = tensors[which]
     step = {torch.float64: 1e-6, torch.complex128: 1e-6}.get(x.dtype, 1e-2)
     direction = cotangents([x])[0]
@@ -36,7 +39,7 @@ def slope(case: Case, which: int, tensors: list[Tensor], outs: Sequence[int] | N
     for sign in (1, -1):
         moved = [y.detach().clone() for y in tensors]
         moved[which] = moved[which] + sign * step * direction
-        every = [out for out in plain(case, moved) if differentiable(out)]
+        every = [out for out in plain(case, moved, case.intended) if differentiable(out)]
         weighted = [
             (out.to(torch.complex128 if out.is_complex() else torch.float64).cpu() * c.cpu()).sum().real
             for i, (out, c) in enumerate(zip(every, cotangents(every), strict=True))
@@ -50,6 +53,8 @@ def derivative(case: Case) -> None:
     """Computes `Case.derivative`: a silent or partial gradient is a failure, an error that says so is not."""
     if not any(case.wanted):
         skip("no floating tensor argument")
+    if not case.has_kernel("Autograd", f"Autograd{case.key}", "CompositeImplicitAutograd"):
+        _not_asked(case)
     tensors = case.fresh(grad=True, dtype=case.wide)
     remedy = (
         "register a derivative (torch.library.register_autograd, or an autograd::Function at the Autograd key), or "
@@ -68,6 +73,7 @@ def derivative(case: Case) -> None:
         if not attached:
             for i, flag in enumerate(case.wanted):
                 if flag and abs(slope(case, i, tensors)) > 1e-3:
+                    _not_asked(case)
                     fail(
                         f"{case.name}: it depends on {case.names[i]}, which requires a gradient, but its output does "
                         "not; a program's gradient leaves the operator out, without an error or a warning",
@@ -82,6 +88,7 @@ def derivative(case: Case) -> None:
     warned = any(WARNED in str(w.message) for w in heard)
     nodes = {out.grad_fn.name() for out in attached if out.grad_fn is not None}
     if warned or any("WarnNotImplemented" in name for name in nodes):
+        _not_asked(case)
         fail(
             f"{case.name}: it has no derivative, its output says requires_grad, and backward only warns and leaves "
             "the operator out: a program gets a partial gradient",
@@ -99,12 +106,26 @@ def derivative(case: Case) -> None:
             )
 
 
+def _not_asked(case: Case) -> None:
+    """Warn, and no more, if an operator that writes leaves a gradient out that the sample does not ask for."""
+    written = [argument.name for argument in case.schema.arguments if argument.is_write]
+    if written and not any(x.requires_grad for x in case.leaves):
+        names = " and ".join(written)
+        warn(
+            f"{case.name}: it writes to {names} without telling autograd, so a gradient does not pass through, without an "
+            "error",
+            "document that it has no derivative, or make it functional and give it one. If programs need its gradient, "
+            "say so with requires_grad in the sample, and this becomes a failure",
+        )
+
+
 def _written_unseen(case: Case, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
     """Fail if a tensor that the operator wrote still has the gradient of its old contents."""
     for i, out in zip(case.written, outs[len(outs) - len(case.written) :], strict=True):
         untouched = out.grad_fn is not None and out.grad_fn.name().startswith("CloneBackward")
         if untouched and case.wanted[i] and differs([out], [tensors[i]]):
             name = case.names[i]
+            _not_asked(case)
             fail(
                 f"{case.name}: it writes to {name}, which requires a gradient, without telling autograd: the gradient "
                 f"passes as if {name} were unchanged, without an error",
@@ -160,14 +181,38 @@ def _finite_differences(case: Case, check: Callable[..., bool], what: str, remed
     return None if case.wide else "in float32, because it does not take float64"
 
 
+def _as_intended(case: Case) -> str:
+    """Compare the gradient with that of the function that has the intended one."""
+    shapes = [list(out.shape) for out in case.expected]
+    outs = [list(out.shape) for out in plain(case, case.fresh(), case.intended)]
+    if outs != shapes:
+        fail(
+            f"{case.name}: the function given as intended_gradient returns shapes {outs}, and the operator {shapes}",
+            "return what the operator returns; only the gradient counts",
+        )
+    expected, got = (
+        gradients(function, case.fresh(grad=True, dtype=case.wide), case.wanted)
+        for function in (case.intended, case.run)
+    )
+    if wrong := differs(got, expected, "the gradient of differentiable argument"):
+        fail(
+            f"{case.name}: {wrong}, which the function given as intended_gradient has",
+            "fix the formula of the backward, or the function given as intended_gradient=",
+        )
+    return "against intended_gradient"
+
+
 def gradcheck(case: Case) -> str | None:
-    """Gradients agree with finite differences."""
+    """Gradients agree with finite differences, or with the intended gradient."""
     needs_derivative(case)
+    if case.intended:
+        return _as_intended(case)
     return _finite_differences(
         case,
         torch.autograd.gradcheck,
         "its gradient is not the derivative",
-        "fix the formula of the backward; it must also take gradients that are undefined or not contiguous",
+        "fix the formula of the backward; it must also take gradients that are undefined or not contiguous. If the gradient "
+        "differs on purpose, such as a straight-through gradient, declare it with intended_gradient=",
     )
 
 
@@ -255,7 +300,8 @@ def gradgradcheck(case: Case) -> str | None:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
-            torch.autograd.grad(attached, [*leaves, *given], cotangents(attached), allow_unused=True)
+            # Unlike torch.autograd.grad, it also runs nodes that lead to no leaf, such as that of once_differentiable.
+            torch.autograd.backward(attached, cotangents(attached))
         except Exception as error:
             lacking = LACKING.search(str(error))
             name = (lacking[1] or lacking[2].replace(".", "::", 1)) if lacking else case.schema.name
@@ -265,7 +311,7 @@ def gradgradcheck(case: Case) -> str | None:
                     f"double backward ends in that operator's error: {last_line(error)}",
                     remedy,
                 )
-            if refused(error):
+            if refused(error) and "once_differentiable" not in str(error):  # which torch.func never asks
                 _after_vjp(case, False, remedy)
             refuse_or_fail(case, error, "the second derivative", remedy)
     _after_vjp(case, True, remedy)
@@ -317,6 +363,8 @@ def forward_ad(case: Case) -> str | None:
             "custom_op does not accept a jvp formula; document that, or wrap the call in a "
             "torch.autograd.Function with one. In C++, an autograd::Function refuses by itself",
         )
+    if case.derivative.status == "refused":
+        _not_asked(case)
     fail(
         f"{case.name}: forward-mode AD gives {got:.6g} where backward gives {expected:.6g}",
         "fix the jvp formula",

@@ -1,0 +1,427 @@
+"""Checks of backward as programs call it: gradients in any layout, frozen and broadcast arguments, saved tensors."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from openreg_tools.checker.case import Case, cotangents, differentiable, last_line
+from openreg_tools.checker.checks.common import (
+    differs,
+    dtype_name,
+    fail,
+    needs_derivative,
+    padded,
+    permuted,
+    plain,
+    refuse,
+    refused,
+    skip,
+    stepped,
+    warn,
+)
+from openreg_tools.checker.checks.fakes import strides_of
+
+Given = Callable[[list[Tensor]], list[Tensor | None]]
+
+
+class _FakesCompared(TorchDispatchMode):
+    """Compares each custom operator that is called with its fake kernel."""
+
+    wrong = ""  # the first difference
+    raised = False  # whether a fake kernel raised an error
+    raising = False  # whether that is a difference
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.wrong or func.namespace in ("aten", "prim", "prims"):
+            return func(*args, **kwargs)
+        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        fakes = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        out = func(*args, **kwargs)
+        name = func.name().removesuffix(".default")
+        arrived = ", ".join(
+            f"{list(x.shape)} of strides {x.stride()}" for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        )
+        try:
+            with mode, enable_python_dispatcher():
+                said = func(*fakes[0], **fakes[1])
+        except Exception as error:
+            if self.raising:
+                self.wrong = f"{name} runs, but its fake kernel raised {last_line(error)} (given {arrived})"
+            self.raised = True
+            return out
+        for i, (a, b) in enumerate(zip(tree_leaves(out), tree_leaves(said), strict=False)):
+            if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.layout == b.layout == torch.strided):
+                continue
+            if not all(isinstance(n, int) for n in (*b.shape, *b.stride())):
+                continue  # it depends on data
+            for what, has, says in (
+                ("shape", list(a.shape), list(b.shape)),
+                ("dtype", dtype_name(a), dtype_name(b)),
+                ("strides", strides_of(a), strides_of(b)),
+            ):
+                if has != says:
+                    self.wrong = (
+                        f"output {i} of {name} has {what} {has}, but its fake kernel says {says} (given {arrived})"
+                    )
+                    return out
+        return out
+
+
+def _trusted(fakes: _FakesCompared, where: str) -> None:
+    if fakes.wrong:
+        fail(
+            f"{where} {fakes.wrong}; a compiled program trusts the fake kernel",
+            "allocate in that fake kernel what its kernel allocates: torch.empty_like(grad) follows the strides of grad, "
+            "x.new_empty(x.shape) is contiguous",
+        )
+
+
+def _pull(
+    case: Case,
+    tensors: list[Tensor],
+    wanted: Sequence[bool],
+    given: Given = cotangents,
+    between: Callable[[Sequence[Tensor]], None] = lambda outs: None,
+    fakes: _FakesCompared | None = None,
+) -> list[Tensor | None]:
+    """The gradients under the cotangents that `given` makes, of which None is an undefined one.
+
+    Args:
+        between: called with the outputs before backward.
+        fakes: a mode for the backward.
+    """
+    tensors = [x.detach().requires_grad_(flag) for x, flag in zip(tensors, wanted, strict=True)]
+    leaves = [x for x in tensors if x.requires_grad]
+    every = case.run(*tensors)
+    between(every)
+    outs = [out for out in every if out.requires_grad]
+    pairs = [(out, g) for out, g in zip(outs, given(outs), strict=True) if g is not None]
+    if not pairs:
+        return [None] * len(leaves)
+    with fakes or _FakesCompared():
+        return list(torch.autograd.grad([p[0] for p in pairs], leaves, [p[1] for p in pairs], allow_unused=True))
+
+
+def _steady(case: Case) -> list[Tensor | None]:
+    """The gradients under contiguous cotangents."""
+    needs_derivative(case)
+    first, again = (_pull(case, case.fresh(), case.wanted) for _ in range(2))
+    if differs(again, first):
+        skip("its gradient changes from call to call: see determinism")
+    return first
+
+
+def _which(case: Case) -> list[str]:
+    return [name for name, flag in zip(case.names, case.wanted, strict=True) if flag]
+
+
+def _unlike(
+    names: Sequence[str], got: Sequence[Tensor | None], expected: Sequence[Tensor | None], coarse: float = 0
+) -> str:
+    """The first gradient that differs, as "the gradient of x differs …"."""
+    for name, a, e in zip(names, got, expected, strict=True):
+        if wrong := differs([a], [e], coarse=coarse):
+            return f"the gradient of {name} {wrong.removeprefix('output 0 ')}"
+    return ""
+
+
+# ---- layouts of the incoming gradient ----
+
+
+def _roomy(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A contiguous copy of x before memory for the rest of `shape`, so that a kernel may read that much."""
+    count = max(torch.Size(shape).numel(), x.numel())
+    memory = torch.full((count,), float("nan"), dtype=torch.float64).to(x.dtype).to(x.device)
+    memory[: x.numel()] = x.flatten()
+    return memory[: x.numel()].view(x.shape)
+
+
+def _spread(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """Expanded along these dimensions: their first element everywhere, with stride 0."""
+    return _roomy(x[tuple(slice(0, 1) if d in dims else slice(None) for d in range(x.dim()))], x.shape).expand(x.shape)
+
+
+def _arrivals(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The gradient x as programs send it."""
+    every = range(x.dim())
+    if x.layout != torch.strided or not x.numel():
+        return
+    yield "a slice of a wider one, as after cat or split", padded(x)
+    if x.dim() > 1:
+        yield "transposed", permuted(x)
+        yield "a slice with an offset, as after cat along dimension 0", torch.cat([x, x])[len(x) :]
+    if x.dim() > 2:
+        yield "a slice along dimension 1", torch.cat([x, x], 1)[:, : x.shape[1]]
+    yield "every other element of a longer one", stepped(x)
+    if x.dim():
+        yield "expanded with strides of 0, as after sum()", _spread(x, every)
+    if x.dim() > 1:
+        yield "expanded along dimension 0, as after sum(0)", _spread(x, [0])
+        yield "expanded along the last dimension, as after sum(-1)", _spread(x, [x.dim() - 1])
+    if x.dim() in (4, 5):
+        yield "channels-last", x.contiguous(memory_format=(torch.channels_last, torch.channels_last_3d)[x.dim() - 4])
+
+
+def gradient_layouts(case: Case) -> str | None:
+    """The backward reads a gradient that is sliced, transposed, expanded or undefined, and its fake kernels do."""
+    whole = _steady(case)
+    names = _which(case)
+    outs = [k for k, out in enumerate(case.run(*case.fresh(grad=True))) if out.requires_grad]
+    fakes = _FakesCompared()
+
+    def alone(k: int) -> Given:
+        return lambda outs: [g if i == k else None for i, g in enumerate(cotangents(outs))]
+
+    remedy = (
+        "gradients arrive with any strides: the backward, or the operator that it calls, must read them by their strides or "
+        "start from grad.contiguous()"
+    )
+    rejects = ""
+    parts = [_pull(case, case.fresh(), case.wanted, alone(k), fakes=fakes) for k in range(len(outs))]
+    _trusted(fakes, f"{case.name}: in its backward")
+    fakes.raising = not fakes.raised
+    if len(outs) > 1:
+        sums = [sum((g for g in each if g is not None), torch.zeros(())) for each in zip(*parts, strict=True)]
+        sums = [None if g is None else s.to(g.device) for g, s in zip(whole, sums, strict=True)]
+        if wrong := _unlike(names, sums, whole, 1e-4):
+            fail(
+                f"{case.name}: backward through one output at a time, so that the gradients of the others are undefined, "
+                f"adds up to other numbers than backward through all: {wrong}",
+                "take an undefined gradient (None) for zeros, or leave set_materialize_grads on, which fills in zeros",
+            )
+    made = cotangents([out for out in case.run(*case.fresh(grad=True)) if out.requires_grad])
+    for k, given in enumerate(made):
+        for how, arriving in _arrivals(given):
+            straight = arriving.clone(memory_format=torch.contiguous_format)
+
+            def send(g: Tensor, k: int = k) -> Given:
+                return lambda outs: [g if i == k else c for i, c in enumerate(cotangents(outs))]
+
+            expected = _pull(case, case.fresh(), case.wanted, send(straight))
+            which = "the gradient" if len(outs) == 1 else f"the gradient of output {outs[k]}"
+            where = f"{case.name}: {which} is {how} (shape {list(arriving.shape)}, strides {arriving.stride()})"
+            try:
+                got = _pull(case, case.fresh(), case.wanted, send(arriving), fakes=fakes)
+            except Exception as error:
+                if refused(error) or "contiguous" in str(error) and "view size" not in str(error):
+                    rejects = rejects or f"{where}: backward rejects it: {last_line(error)}"
+                    continue
+                fail(f"{where}: backward raised {last_line(error)}", remedy)
+            if wrong := _unlike(names, got, expected):
+                fail(f"{where}: {wrong}, which a contiguous gradient of equal values gives", remedy)
+            _trusted(fakes, f"{where}:")
+    if rejects:
+        warn(rejects, "accept it: start from grad.contiguous()")
+    return None
+
+
+# ---- frozen arguments ----
+
+
+def frozen_arguments(case: Case) -> str | None:
+    """The gradient of an argument is the same whichever other arguments require one."""
+    whole = dict(zip([i for i, flag in enumerate(case.wanted) if flag], _steady(case), strict=True))
+    if len(whole) < 2:
+        skip("one argument is differentiable")
+    remedy = (
+        "needs_input_grad says which gradients may be left out (None); it must not change the others, nor their "
+        "number and order"
+    )
+    chosen = [(i,) for i in whole]
+    if 2 < len(whole) <= 5:
+        chosen += itertools.combinations(whole, len(whole) - 1)
+    refusals = []
+    for some in chosen:
+        names = [case.names[i] for i in some]
+        where = f"{case.name}: if only {' and '.join(names)} require{'' if len(names) > 1 else 's'} a gradient"
+        fakes = _FakesCompared()
+        try:
+            got = _pull(case, case.fresh(), [i in some for i in range(len(case.leaves))], fakes=fakes)
+        except Exception as error:
+            if refused(error):
+                refusals.append(f"{where}: {last_line(error)}")
+                continue
+            fail(f"{where}, backward raised {last_line(error)}", remedy)
+        if wrong := _unlike(names, got, [whole[i] for i in some]):
+            fail(f"{where}, {wrong}, which backward gives when every argument requires one", remedy)
+        _trusted(fakes, f"{where},")
+    if refusals:
+        refuse(refusals[0])
+    return None
+
+
+# ---- broadcast arguments ----
+
+
+def broadcast_gradients(case: Case) -> str | None:
+    """The gradient of an argument that is broadcast is summed to the argument's shape."""
+    needs_derivative(case)
+    if case.seeded:
+        skip("its numbers are random")
+    remedy = "sum it over the dimensions that were broadcast: grad.sum_to_size(x.shape)"
+    found = []
+    for at, i in enumerate(i for i, flag in enumerate(case.wanted) if flag):
+        shape = tuple(case.leaves[i].shape)
+        ones = [(*shape[:d], 1, *shape[d + 1 :]) for d, size in enumerate(shape) if size > 1]
+        for small in dict.fromkeys((*ones, (1,) * len(shape), shape[1:], ())) if case.leaves[i].numel() > 1 else ():
+            tensors, full = case.fresh(dtype=case.wide), case.fresh(dtype=case.wide)
+            start = tuple(slice(0, size) for size in (1,) * (len(shape) - len(small)) + small)
+            tensors[i] = _roomy(tensors[i][start].reshape(small), shape)
+            full[i] = tensors[i].expand(shape).contiguous()
+            case.trying(f"{case.names[i]} of shape {list(small)}")
+            what = f"{case.name}: {case.names[i]} of shape {list(small)} is broadcast to {list(shape)}"
+            try:
+                if differs(plain(case, tensors), plain(case, full)):
+                    continue  # it does not broadcast
+            except Exception:
+                continue
+            expected = _pull(case, full, case.wanted)
+            if expected[at] is not None:
+                expected[at] = expected[at].sum_to_size(small)
+            try:
+                got = _pull(case, tensors, case.wanted)
+            except Exception as error:
+                if refused(error):
+                    continue
+                fail(f"{what}, and backward raised {last_line(error)}", remedy)
+            if wrong := _unlike(_which(case), got, expected, 0 if case.wide else 1e-3):
+                fail(f"{what}, and {wrong}, which the sum over the broadcast dimensions gives", remedy)
+            found.append(f"{case.names[i]} {list(small)}")
+    if not found:
+        skip("it does not broadcast")
+    return ", ".join(found)
+
+
+# ---- saved tensors ----
+
+
+class _Made(TorchDispatchMode):
+    """Collects the memory that operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[tuple[StorageWeakRef, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.layout == torch.strided and x.numel() > 2:  # not a seed or a scale
+                self.tensors.append(_memory(x, f"a {dtype_name(x)} tensor of shape {list(x.shape)}"))
+        return out
+
+
+def _memory(x: Tensor, name: str) -> tuple[StorageWeakRef, str]:
+    return StorageWeakRef(x.untyped_storage()), name
+
+
+def _kept(case: Case, tensors: list[Tensor], grad: bool = True) -> tuple[list[str], dict[str, Tensor]]:
+    """What stays alive in the graph of a call besides what saved_tensors_hooks take out of it.
+
+    Returns:
+        The names of inputs and outputs, and other tensors that the call computed, as bytes.
+    """
+    if case.device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(case.device)
+    enabled, made = gc.isenabled(), _Made()
+    gc.disable()  # which would free a reference cycle
+    try:
+        with made, torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x), torch.set_grad_enabled(grad):
+            inputs = [x.requires_grad_().clone() if flag else x for x, flag in zip(tensors, case.wanted, strict=True)]
+            named = [_memory(x, name) for x, name in zip(inputs, case.names, strict=True)]
+            outs = list(case.run(*inputs))
+        named += [_memory(out, f"output {k}") for k, out in enumerate(outs) if out.layout == torch.strided]
+        nodes = [out.grad_fn for out in outs]
+        tensors.clear()
+        del inputs, outs
+        known = {memory.cdata for memory, _ in named}
+        others = {memory.cdata: (memory, name) for memory, name in made.tensors if memory.cdata not in known}
+        names = [name for memory, name in named if not memory.expired()]
+        others = {name: memory for memory, name in others.values() if not memory.expired()}
+        contents = {name: _bytes(memory, case) for name, memory in others.items()}
+        del nodes
+        return names, {name: held for name, held in contents.items() if others[name].expired()}
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _bytes(memory: StorageWeakRef, case: Case) -> Tensor:
+    storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
+    return torch.empty(0, dtype=torch.uint8, device=case.device).set_(storage).cpu().clone()
+
+
+def _other(x: Tensor) -> Tensor:
+    """Other values; the same integers in another order, because they may be indices."""
+    return -3 * x - 1 if differentiable(x) else x.flip(list(range(x.dim())))
+
+
+def saved_tensors(case: Case) -> str | None:
+    """What its backward needs is saved with save_for_backward."""
+    expected = _steady(case)
+    names = _which(case)
+    remedy = (
+        "save tensors with ctx.save_for_backward(…) (in C++ ctx->save_for_backward({…})) as they are, without detach() "
+        "through .data; not as attributes of ctx, in saved_data, in a closure or in a global"
+    )
+    kept, computed = _kept(case, case.fresh())
+    cached, _ = _kept(case, case.fresh(), grad=False)
+    kept = [name for name in kept if name not in cached]
+    for name in kept:
+        if name.startswith("output "):
+            fail(
+                f"{case.name}: it keeps {name} for backward without save_for_backward: the output refers to its graph and the "
+                "graph to the output, so both stay in memory when nobody uses them, until Python collects garbage or "
+                "forever; saved_tensors_hooks, checkpointing and offloading do not see it, and backward does not notice "
+                "when a program changes it in place",
+                remedy,
+            )
+    if computed:
+        with_other, again = _kept(case, [_other(x) if differentiable(x) else x for x in case.fresh()])
+        for name, held in computed.items():
+            if name in again and not torch.equal(held, again[name]):
+                fail(
+                    f"{case.name}: it keeps {name} for backward without save_for_backward, so saved_tensors_hooks, "
+                    "checkpointing and offloading do not see it",
+                    remedy,
+                )
+    changes: dict[str, Callable[[list[Tensor], Sequence[Tensor]], Any]] = {}
+    for i, name in enumerate(case.names):
+        changes[f"changing {name} in place"] = lambda tensors, outs, i=i: tensors[i].copy_(_other(tensors[i]))
+    for k in range(len(case.expected)):
+        changes[f"changing output {k} in place"] = lambda tensors, outs, k=k: outs[k].copy_(_other(outs[k]))
+    changes["another call, of other values,"] = lambda tensors, outs: case.run(
+        *[_other(x).requires_grad_(flag) for x, flag in zip(tensors, case.wanted, strict=True)]
+    )
+    for what, change in changes.items():
+        tensors = case.fresh()
+
+        def between(outs: Sequence[Tensor], change: Any = change, tensors: list[Tensor] = tensors) -> None:
+            with torch.set_grad_enabled("another" in what):  # noqa: B023 -- it is called in this turn of the loop
+                change(tensors, outs)
+
+        try:
+            got = _pull(case, tensors, case.wanted, between=between)
+        except Exception:  # such as PyTorch's error for a saved tensor that was modified
+            continue
+        if wrong := _unlike(names, got, expected):
+            fail(f"{case.name}: after {what} between forward and backward, without an error, {wrong}", remedy)
+    if kept:
+        warn(
+            f"{case.name}: it keeps {kept[0]} for backward without save_for_backward, which holds its memory; "
+            "saved_tensors_hooks, checkpointing and offloading do not see it",
+            "keep only what backward needs, such as x.shape; " + remedy,
+        )
+    return None
