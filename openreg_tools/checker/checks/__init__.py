@@ -64,6 +64,7 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
         inputs.empty,
         inputs.zero_dim,
         inputs.large,
+        inputs.sizes,
         machine.stream,
         machine.poison,
         machine.determinism,

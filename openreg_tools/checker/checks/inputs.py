@@ -1,27 +1,36 @@
-"""Checks of unusual inputs: layouts, empty, zero-dimensional and large ones."""
+"""Checks of unusual inputs: layouts, sizes, and half types."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import time
 
 import torch
 from torch import Tensor
 
 from openreg_tools.checker.case import Case, differentiable, gradients, last_line
 from openreg_tools.checker.checks.common import (
+    CONTIGUOUS,
     by_reference,
     differs,
     fail,
+    in_place,
     layouts_of,
+    of_sizes,
+    offset,
+    only_outcomes,
     picks,
     plain,
     refuse,
+    refused,
     resized,
     sizes_of,
     skip,
     tolerance,
 )
 from openreg_tools.checker.checks.fakes import run_fake
+from openreg_tools.checker.checks.machine import garbage
 
 
 def _clear(case: Case, error: BaseException, inputs: str) -> str:
@@ -34,33 +43,70 @@ def _clear(case: Case, error: BaseException, inputs: str) -> str:
     return f"{inputs}: {last_line(error)}"
 
 
+# An error that states a rule. A kernel that gives up on the way says something else, such as "misaligned address".
+_RULE = re.compile(
+    r"\b(must|should|expect(s|ed)?|requires?|needs?|only|supports?|has to|have to|multiple of|aligned (to|at|on))\b",
+    re.IGNORECASE,
+)
+
+
+def _by_design(error: Exception) -> bool:
+    """Whether an operator rejects what it could accept, such as memory that is not aligned, and says so."""
+    return refused(error) or bool(_RULE.search(str(error)))
+
+
 def layouts(case: Case) -> str | None:
-    """Permuted, padded, stepped, expanded or channels-last inputs give the same results as contiguous ones."""
+    """Offset, unaligned, permuted, padded, stepped, expanded or channels-last inputs give the results of contiguous ones."""
     if case.seeded:
         skip("its numbers are random, and drawn in the order of memory")
-    remedy = "read elements by the tensor's strides, or start from x.contiguous()"
     refusals = []
     for name, tensors in layouts_of(case):
-        try:
-            outs = plain(case, tensors)
-        except Exception as error:
-            refusals.append(_clear(case, error, f"inputs in {name} layout"))
-            continue
         straight = [x.clone(memory_format=torch.contiguous_format) if x.layout == torch.strided else x for x in tensors]
-        expected = plain(case, straight)
+        for i in case.written if name == "expanded" else ():  # nobody can write to it
+            tensors[i] = straight[i].clone()
+        try:
+            expected = plain(case, straight)
+        except Exception as error:
+            refusals.append(_clear(case, error, f"contiguous inputs as in {name} layout"))
+            continue
+        inputs = f"contiguous inputs {CONTIGUOUS[name]}" if name in CONTIGUOUS else f"inputs in {name} layout"
+        if name not in CONTIGUOUS:
+            remedy = "read elements by the tensor's strides, or start from x.contiguous()"
+        elif name == "offset":
+            remedy = "start from x.data_ptr(), which includes the offset: the storage's own pointer does not"
+        else:
+            remedy = (
+                "load from any address (memcpy, loadu), or copy what is not aligned (x.clone()): contiguous() copies nothing; "
+                "or reject it with a message that states the rule (torch._check(x.data_ptr() % 16 == 0, …))"
+            )
+        try:
+            outs = in_place(case, tensors)
+        except Exception as error:
+            if name in CONTIGUOUS and not _by_design(error):
+                fail(f"{case.name}: for {inputs} it raised {last_line(error)}, which other contiguous inputs do not", remedy)
+            refusals.append(_clear(case, error, inputs))
+            continue
         ties = name == "expanded" and picks(case)
         if ties:
             outs, expected = (list(filter(differentiable, each)) for each in (outs, expected))
         if wrong := differs(outs, expected):
-            fail(f"{case.name}: for inputs in {name} layout {wrong}, which contiguous inputs give", remedy)
+            fail(f"{case.name}: for {inputs} {wrong}, which contiguous inputs give", remedy)
         if case.derivative.status == "pass" and not ties:
-            got = gradients(case.run, case.leaf(tensors), case.wanted)
+            for i in case.written:
+                tensors[i].copy_(straight[i])
             expected = gradients(case.run, case.leaf(straight), case.wanted)
+            try:
+                got = gradients(case.run, case.leaf(tensors), case.wanted)
+            except Exception as error:
+                if not _by_design(error):
+                    fail(f"{case.name}: for {inputs} its backward raised {last_line(error)}", remedy)
+                refusals.append(_clear(case, error, f"{inputs}, backward of"))
+                continue
             if wrong := differs(got, expected, "the gradient of differentiable argument"):
-                fail(f"{case.name}: for inputs in {name} layout {wrong}, which contiguous inputs give", remedy)
+                fail(f"{case.name}: for {inputs} {wrong}, which contiguous inputs give", remedy)
     refusals = [text for text in refusals if "channels-last" not in text]
     if refusals:
-        refuse("; ".join(refusals))
+        refuse("; ".join(dict.fromkeys(refusals)))
     return None
 
 
@@ -163,3 +209,219 @@ def large(case: Case) -> str | None:
             )
         return f"{new} instead of {size}"
     refuse(note)
+
+
+# ---- sizes that are not multiples of the width of a vector or a block ----
+
+_ALIGNED = 192  # a multiple of 2 to 64, so no remainder is left
+_UNALIGNED = (193, 191, 195, 189, 67, 33, 7, 3)
+_REMAINDER = (
+    "process what remains behind the last full vector or block: a size that is not a multiple of its width leaves some"
+)
+
+
+def sizes(case: Case) -> str | None:
+    """Sizes around multiples of 2 to 64 give the results that other sizes lead to expect."""
+    tensors = case.fresh()
+    if case.seeded:
+        skip("its numbers are random")
+    if any(x.layout != torch.strided for x in tensors) or not sizes_of(tensors):
+        skip("no strided tensor of more than one element")
+    reasons = []
+    for size in sizes_of(tensors)[:3]:
+        for call in (_Forward, _Backward) if case.derivative.status == "pass" else (_Forward,):
+            # An operator on pairs or halves takes multiples of 2 only. Others may fix one of the sizes.
+            for factor, odd in ((1, True), (1, False), (2, True), (2, False)):
+                reason = _around(call(case, size, factor, odd))
+                if not reason:
+                    break
+            reasons.append(reason)
+    if all(reasons):
+        refuse(reasons[0])
+    return None
+
+
+class _Forward:
+    """The operator, on samples of which every dimension of one size is `n * factor` long."""
+
+    what = "output"
+
+    def __init__(self, case: Case, size: int, factor: int, odd: bool) -> None:
+        self.case, self.size, self.factor = case, size, factor
+        others = {other: other + 1 for other in sizes_of(case.leaves) if other % 2 == 0} if odd else {}
+        self.sizes = lambda n: {**others, size: n * factor}
+        self.names = case.names
+
+    def inputs(self, n: int) -> list[Tensor]:
+        return of_sizes(self.case.fresh(), self.sizes(n))
+
+    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
+        return plain(self.case, inputs)
+
+
+class _Backward(_Forward):
+    """Its gradients, as a function of its inputs and the gradients of its outputs."""
+
+    what = "gradient"
+
+    def __init__(self, case: Case, size: int, factor: int, odd: bool) -> None:
+        super().__init__(case, size, factor, odd)
+        count = len(case.expected)
+        self.names = [*case.names, *(f"the gradient of output {i}" for i in range(count))]
+
+    def inputs(self, n: int) -> list[Tensor]:
+        tensors = super().inputs(n)
+        return [*tensors, *(by_position(out) for out in self.case.run(*self.case.leaf(tensors)) if out.requires_grad)]
+
+    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
+        tensors = self.case.leaf(inputs[: len(self.case.leaves)])
+        outs = [out for out in self.case.run(*tensors) if out.requires_grad]
+        given = inputs[len(self.case.leaves) :]
+        grads = torch.autograd.grad(outs, self.case.of(tensors), given, allow_unused=True)
+        return [grad.detach() for grad in grads if grad is not None]
+
+
+def by_position(x: Tensor) -> Tensor:
+    """Positive numbers, each a function of its indices: those of a longer tensor begin with those of a shorter one."""
+    phase = torch.full(x.shape, 0.7, dtype=torch.float64)
+    for d, n in enumerate(x.shape):
+        phase += ((1.3 + d) * torch.arange(n)).view(-1, *[1] * (x.dim() - d - 1))
+    return (phase.sin() + 1.25).to(x.dtype).to(x.device)
+
+
+def _ends(length: int) -> tuple[int, ...]:
+    return 0, 1, length // 2, length - 2, length - 1
+
+
+class _Result:
+    """Inputs of one size, and what a call on them gives."""
+
+    def __init__(self, call: _Forward, n: int) -> None:
+        self.call, self.n = call, n
+        self.inputs = call.inputs(n)
+        self.outs = call(self.inputs)
+        self.shapes = [list(x.shape) for x in (*self.inputs, *self.outs)]
+
+    def text(self) -> str:
+        return ", ".join(f"{name} {list(x.shape)}" for name, x in zip(self.call.names, self.inputs, strict=False))
+
+    def changes(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Where the outputs for other inputs differ."""
+        outs = self.call(inputs)
+        return [((a != b) & ~((a != a) & (b != b))).cpu() for a, b in zip(outs, self.outs, strict=True)]
+
+    def of_one(self, i: int, dims: list[int], place: int) -> list[Tensor]:
+        """Where the outputs differ if the elements of an input at one place differ."""
+        x, seen = self.inputs[i], [torch.zeros(out.shape, dtype=torch.bool) for out in self.outs]
+        at, near = ([p if d in dims else slice(None) for d in range(x.dim())] for p in (place, abs(place - 1)))
+        large = x.abs().max() * 2 + 1 if differentiable(x) else None
+        for value in (x[near],) if large is None else (large, -large):
+            other = x.clone()
+            other[at] = value
+            changes = self.changes([*self.inputs[:i], other, *self.inputs[i + 1 :]])
+            seen = [a | b for a, b in zip(seen, changes, strict=True)]
+        return seen
+
+    def of_all(self) -> list[Tensor]:
+        """Where the outputs differ if all inputs differ; integers, which may be indices, only where nothing else can."""
+        seen = [torch.zeros(out.shape, dtype=torch.bool) for out in self.outs]
+        floats = any(map(differentiable, self.inputs))
+        for k in range(3):
+            with contextlib.suppress(Exception):
+                others = [
+                    (x * by_position(x), -x, x + 100 * by_position(x))[k]
+                    if differentiable(x)
+                    else x
+                    if floats
+                    else x.flatten().roll(k + 1).view(x.shape)
+                    for x in self.inputs
+                ]
+                seen = [a | b for a, b in zip(seen, self.changes(others), strict=True)]
+        return seen
+
+
+def _around(call: _Forward) -> str:
+    """Compare results of sizes with and without a remainder; returns why that is impossible, or ""."""
+    case, begin = call.case, time.thread_time()
+    try:
+        aligned, longer, first = (_Result(call, n) for n in (_ALIGNED, 2 * _ALIGNED, _UNALIGNED[0]))
+    except Exception as error:
+        return last_line(error)
+    if time.thread_time() - begin > 0.1:
+        return "a call takes too long"
+    each = range(len(aligned.shapes))
+    if len(longer.shapes) != len(each) or any(len(aligned.shapes[k]) != len(longer.shapes[k]) for k in each):
+        return "the number of its outputs depends on their size"
+    slopes = [[(b - a) // _ALIGNED for a, b in zip(aligned.shapes[k], longer.shapes[k], strict=True)] for k in each]
+
+    def expected(n: int) -> list[list[int]]:
+        """The shapes of inputs and outputs for another size."""
+        pairs = zip(aligned.shapes, slopes, strict=True)
+        return [[a + b * (n - _ALIGNED) for a, b in zip(*pair, strict=True)] for pair in pairs]
+
+    def start(n: int) -> list[Tensor]:
+        """What the longer result begins with."""
+        shapes = expected(n)[len(aligned.inputs) :]
+        return [out[tuple(map(slice, shape))] for out, shape in zip(longer.outs, shapes, strict=True)]
+
+    if any(result.shapes != expected(result.n) for result in (longer, first)):
+        return "its outputs do not become longer in proportion to its inputs"
+    dims = [[d for d, slope in enumerate(slopes[k]) if slope] for k in each]
+    inside, outside = dims[: len(aligned.inputs)], dims[len(aligned.inputs) :]
+
+    # What holds where no remainder is left: each element affects an output, and each output depends on the inputs.
+    # If an element affects outputs only at its own place, then a longer result begins with the shorter one.
+    matters, local = [], any(outside) and not differs(aligned.outs, start(_ALIGNED))
+    for i in (i for i, dims in enumerate(inside) if dims):
+        try:
+            changes = {place: aligned.of_one(i, inside[i], place) for place in _ends(_ALIGNED * call.factor)}
+        except Exception:
+            local = False
+            continue
+        if all(any(map(torch.any, changed)) for changed in changes.values()):
+            matters.append(i)
+        for place, changed in changes.items():
+            for where, dims in zip(changed, outside, strict=True):
+                for d in dims:
+                    if where.shape[d] == _ALIGNED * call.factor:
+                        where = where.index_fill(d, torch.tensor([place]), False)
+                local = local and not where.any()
+    depends = [changed.numel() > 0 and bool(changed.all()) for changed in aligned.of_all()]
+
+    for n in _UNALIGNED:
+        with only_outcomes():
+            odd = _Result(call, n)
+            if odd.shapes != expected(n):
+                continue
+            inputs = f"given {odd.text()}" + (", in the backward" if call.what == "gradient" else "")
+            if call.what == "output":
+                _against(case, odd.inputs, odd.text())
+            for pattern in (0x5A, 0xFF):
+                with garbage(case, pattern):
+                    outs = call(odd.inputs)
+                if wrong := differs(outs, odd.outs, call.what):
+                    fail(
+                        f"{case.name}: {inputs}, {wrong} if fresh memory is filled with 0x{pattern:02X} bytes: it does not "
+                        "write all of it",
+                        _REMAINDER,
+                    )
+            if wrong := differs(call([offset(x) for x in odd.inputs]), odd.outs, call.what):
+                fail(f"{case.name}: {inputs}, {wrong} if NaN surrounds them in memory: it reads past their ends", _REMAINDER)
+            if local and (wrong := differs(odd.outs, start(n), call.what)):
+                fail(f"{case.name}: {inputs}, {wrong}, with which the result for longer inputs begins", _REMAINDER)
+            for i in matters:
+                if not any(map(torch.any, odd.of_one(i, inside[i], n * call.factor - 1))):
+                    fail(
+                        f"{case.name}: {inputs}, the last element of {call.names[i]} has no effect on any {call.what}, but "
+                        f"among {_ALIGNED * call.factor} it has",
+                        _REMAINDER,
+                    )
+            for k, changed in enumerate(odd.of_all()):
+                if depends[k] and not changed.flatten()[-1]:
+                    last = odd.outs[k].flatten()[-1].item()
+                    fail(
+                        f"{case.name}: {inputs}, the last element of {call.what} {k} is {last:.6g} for any input, but "
+                        f"not of {_ALIGNED * call.factor}",
+                        _REMAINDER,
+                    )
+    return ""
