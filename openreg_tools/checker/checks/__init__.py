@@ -65,6 +65,8 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
         inputs.zero_dim,
         inputs.large,
         inputs.sizes,
+        inputs.large_strides,
+        inputs.half_precision,
         machine.stream,
         machine.poison,
         machine.determinism,

@@ -325,12 +325,17 @@ def resized(tensors: Sequence[Tensor], old: int, new: int) -> list[Tensor]:
 
 
 def of_sizes(tensors: Sequence[Tensor], sizes: Mapping[int, int]) -> list[Tensor]:
-    """Every dimension whose size is a key becomes as long as its value, by repeating or dropping elements."""
+    """Every dimension whose size is a key becomes as long as its value, by repeating or dropping elements.
+
+    Integers stay in order, with the first and the last one, because they may be the offsets of rows.
+    """
     out = []
     for x in tensors:
         for d, old in enumerate(x.shape):
             if old in sizes:
-                x = x.index_select(d, torch.arange(sizes[old], device=x.device) % max(old, 1))
+                new = torch.arange(sizes[old], device=x.device)
+                last = max(sizes[old] - 1, 1)
+                x = x.index_select(d, new % max(old, 1) if differentiable(x) else new * (old - 1) // last)
         out.append(x)
     return out
 

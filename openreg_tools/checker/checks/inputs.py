@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
+import mmap
+import os
 import re
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, differentiable, gradients, last_line
+from openreg_tools.checker.case import Case, Outcome, differentiable, gradients, last_line
 from openreg_tools.checker.checks.common import (
     CONTIGUOUS,
     by_reference,
@@ -211,10 +216,20 @@ def large(case: Case) -> str | None:
     refuse(note)
 
 
+def needs_written(case: Case) -> None:
+    if any(out.layout != torch.strided for out in case.expected):
+        skip("its outputs have no strides")
+    with garbage(case, 0xFF):
+        outs = plain(case, case.fresh())
+    if differs(outs, case.expected):
+        skip("it reads memory that was never written: see poison")
+
+
 # ---- sizes that are not multiples of the width of a vector or a block ----
 
-_ALIGNED = 192  # a multiple of 2 to 64, so no remainder is left
-_UNALIGNED = (193, 191, 195, 189, 67, 33, 7, 3)
+_AROUND = (1, -1, 3, -3)
+_SHORT = (33, 7, 3)
+_MOST, _SECONDS = 2**18, 0.5  # elements, and time of the processor for each size
 _REMAINDER = (
     "process what remains behind the last full vector or block: a size that is not a multiple of its width leaves some"
 )
@@ -227,12 +242,13 @@ def sizes(case: Case) -> str | None:
         skip("its numbers are random")
     if any(x.layout != torch.strided for x in tensors) or not sizes_of(tensors):
         skip("no strided tensor of more than one element")
+    needs_written(case)
     reasons = []
     for size in sizes_of(tensors)[:3]:
         for call in (_Forward, _Backward) if case.derivative.status == "pass" else (_Forward,):
-            # An operator on pairs or halves takes multiples of 2 only. Others may fix one of the sizes.
-            for factor, odd in ((1, True), (1, False), (2, True), (2, False)):
-                reason = _around(call(case, size, factor, odd))
+            # Multiples of 2 to 64, or of wider blocks that the sample is for. An operator may take only even sizes.
+            for factor, odd, aligned in itertools.product((1, 2), (True, False), (192 if size % 64 else size, 64)):
+                reason = _around(call(case, size, factor, odd), aligned)
                 if not reason:
                     break
             reasons.append(reason)
@@ -253,7 +269,11 @@ class _Forward:
         self.names = case.names
 
     def inputs(self, n: int) -> list[Tensor]:
-        return of_sizes(self.case.fresh(), self.sizes(n))
+        sizes = self.sizes(n)
+        for x in self.case.leaves:
+            if math.prod(sizes.get(size, size) for size in x.shape) > _MOST:
+                raise ValueError(f"inputs whose dimensions of size {self.size} are {n} long have too many elements")
+        return of_sizes(self.case.fresh(), sizes)
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
         return plain(self.case, inputs)
@@ -276,7 +296,7 @@ class _Backward(_Forward):
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
         tensors = self.case.leaf(inputs[: len(self.case.leaves)])
         outs = [out for out in self.case.run(*tensors) if out.requires_grad]
-        given = inputs[len(self.case.leaves) :]
+        given = [g.to(out.dtype) for g, out in zip(inputs[len(self.case.leaves) :], outs, strict=True)]
         grads = torch.autograd.grad(outs, self.case.of(tensors), given, allow_unused=True)
         return [grad.detach() for grad in grads if grad is not None]
 
@@ -340,24 +360,27 @@ class _Result:
         return seen
 
 
-def _around(call: _Forward) -> str:
+def _around(call: _Forward, full: int) -> str:
     """Compare results of sizes with and without a remainder; returns why that is impossible, or ""."""
-    case, begin = call.case, time.thread_time()
+    case, begin, long = call.case, time.thread_time(), full * call.factor
+    results = []
     try:
-        aligned, longer, first = (_Result(call, n) for n in (_ALIGNED, 2 * _ALIGNED, _UNALIGNED[0]))
+        for n in (full, full + _AROUND[0], 2 * full):
+            results.append(_Result(call, n))
+            if time.thread_time() - begin > _SECONDS / 10:
+                return "a call takes too long"
     except Exception as error:
         return last_line(error)
-    if time.thread_time() - begin > 0.1:
-        return "a call takes too long"
+    aligned, first, longer = results
     each = range(len(aligned.shapes))
     if len(longer.shapes) != len(each) or any(len(aligned.shapes[k]) != len(longer.shapes[k]) for k in each):
         return "the number of its outputs depends on their size"
-    slopes = [[(b - a) // _ALIGNED for a, b in zip(aligned.shapes[k], longer.shapes[k], strict=True)] for k in each]
+    slopes = [[(b - a) // full for a, b in zip(aligned.shapes[k], longer.shapes[k], strict=True)] for k in each]
 
     def expected(n: int) -> list[list[int]]:
         """The shapes of inputs and outputs for another size."""
         pairs = zip(aligned.shapes, slopes, strict=True)
-        return [[a + b * (n - _ALIGNED) for a, b in zip(*pair, strict=True)] for pair in pairs]
+        return [[a + b * (n - full) for a, b in zip(*pair, strict=True)] for pair in pairs]
 
     def start(n: int) -> list[Tensor]:
         """What the longer result begins with."""
@@ -371,24 +394,33 @@ def _around(call: _Forward) -> str:
 
     # What holds where no remainder is left: each element affects an output, and each output depends on the inputs.
     # If an element affects outputs only at its own place, then a longer result begins with the shorter one.
-    matters, local = [], any(outside) and not differs(aligned.outs, start(_ALIGNED))
+    finite = all(not differentiable(out) or bool(out.isfinite().all()) for out in longer.outs)
+    matters, local = [], finite and any(outside) and not differs(aligned.outs, start(full))
+    moved: dict[int, bool] = {}
     for i in (i for i, dims in enumerate(inside) if dims):
         try:
-            changes = {place: aligned.of_one(i, inside[i], place) for place in _ends(_ALIGNED * call.factor)}
+            changes = {place: aligned.of_one(i, inside[i], place) for place in _ends(long)}
         except Exception:
             local = False
             continue
         if all(any(map(torch.any, changed)) for changed in changes.values()):
             matters.append(i)
         for place, changed in changes.items():
+            moved[place] = moved.get(place, False) or any(map(torch.any, changed))
             for where, dims in zip(changed, outside, strict=True):
                 for d in dims:
-                    if where.shape[d] == _ALIGNED * call.factor:
+                    if where.shape[d] == long:
                         where = where.index_fill(d, torch.tensor([place]), False)
                 local = local and not where.any()
-    depends = [changed.numel() > 0 and bool(changed.all()) for changed in aligned.of_all()]
+    local = local and all(moved.values())
+    depends = [
+        changed.numel() > 0 and bool(changed.all()) and (differentiable(out) or not any(map(differentiable, aligned.inputs)))
+        for changed, out in zip(aligned.of_all(), aligned.outs, strict=True)
+    ]
 
-    for n in _UNALIGNED:
+    for n in (*(full + by for by in _AROUND), *(n for n in _SHORT if n >= call.size), full):
+        if time.thread_time() - begin > _SECONDS:
+            break
         with only_outcomes():
             odd = _Result(call, n)
             if odd.shapes != expected(n):
@@ -409,11 +441,13 @@ def _around(call: _Forward) -> str:
                 fail(f"{case.name}: {inputs}, {wrong} if NaN surrounds them in memory: it reads past their ends", _REMAINDER)
             if local and (wrong := differs(odd.outs, start(n), call.what)):
                 fail(f"{case.name}: {inputs}, {wrong}, with which the result for longer inputs begins", _REMAINDER)
+            if n in _SHORT:  # too few to say that each matters
+                continue
             for i in matters:
                 if not any(map(torch.any, odd.of_one(i, inside[i], n * call.factor - 1))):
                     fail(
                         f"{case.name}: {inputs}, the last element of {call.names[i]} has no effect on any {call.what}, but "
-                        f"among {_ALIGNED * call.factor} it has",
+                        f"among {long} it has",
                         _REMAINDER,
                     )
             for k, changed in enumerate(odd.of_all()):
@@ -421,7 +455,181 @@ def _around(call: _Forward) -> str:
                     last = odd.outs[k].flatten()[-1].item()
                     fail(
                         f"{case.name}: {inputs}, the last element of {call.what} {k} is {last:.6g} for any input, but "
-                        f"not of {_ALIGNED * call.factor}",
+                        f"not of {long}",
                         _REMAINDER,
                     )
     return ""
+
+
+# ---- strides beyond 2**31 ----
+
+_MEMORY = re.compile(r"alloc|memory", re.IGNORECASE)
+
+
+def large_strides(case: Case) -> str | None:
+    """Inputs with more than 2**31 elements of unused memory between their own give the same results as near ones."""
+    if case.device.type != "cpu":
+        skip(f"this needs memory that is not used until it is touched, which {case.device.type} may not have")
+    if case.seeded:
+        skip("its numbers are random, and drawn in the order of memory")
+    needs_written(case)
+    tensors = case.fresh()
+    reasons = []
+    for columns in (False, True):
+        able = [i for i, x in enumerate(tensors) if _apart(x, columns, 0) is not None]
+        reason = _apart_and_near(case, able, columns) if able else None
+        if reason and len(able) > 1:  # it may copy one argument, and reject another
+            reason = all([_apart_and_near(case, [i], columns) for i in able]) and reason
+        reasons.append(reason)
+    if all(reason is None for reason in reasons):
+        skip("no strided tensor of more than one element, or too many elements")
+    if all(reasons):
+        refuse(reasons[0])
+    return None
+
+
+def _apart_and_near(case: Case, some: list[int], columns: bool) -> str:
+    """Compare large strides of some arguments with small ones; returns why it refuses both, or ""."""
+    remedy = "compute offsets in 64 bits (int64_t; .to(tl.int64) in Triton), or copy first (x.contiguous())"
+    reason = ""
+    for step in (2**32, 2**31 - 2**20):
+        near, far = ([_apart(x, columns, by) if i in some else x for i, x in enumerate(case.fresh())] for by in (0, step))
+        inputs = f"{', '.join(case.names[i] for i in some)} with {'columns' if columns else 'rows'} {step} elements apart"
+        try:
+            expected = in_place(case, near)
+        except Exception as error:
+            return _clear(case, error, "rows with unused memory between them")
+        what = "it"
+        try:
+            wrong = differs(in_place(case, far), expected)
+            if not wrong and case.derivative.status == "pass" and not case.written:
+                what = "its backward"
+                got, expected = (gradients(case.run, case.leaf(x), case.wanted) for x in (far, near))
+                wrong = differs(got, expected, "the gradient of differentiable argument")
+        except Exception as error:
+            if not (_by_design(error) or isinstance(error, MemoryError) or _MEMORY.search(str(error))):
+                fail(f"{case.name}: given {inputs}, {what} raised {last_line(error)}", remedy)
+            reason = f"{inputs}: {last_line(error)}"
+            continue
+        if wrong:
+            fail(f"{case.name}: given {inputs}, {wrong}, which near ones give", remedy)
+        return ""
+    return reason
+
+
+def _apart(x: Tensor, columns: bool, step: int) -> Tensor | None:
+    """The same values with `step` and a few more elements of unused memory between rows or columns, if that is possible."""
+    last = x.dim() - 1
+    outer = [d for d in range(x.dim()) if (d == last) == columns or last == 0]
+    if x.layout != torch.strided or not any(x.shape[d] > 1 for d in outer) or columns and last == 0:
+        return None
+    strides, block = [0] * x.dim(), 1
+    for d in reversed(range(x.dim())):
+        if d not in outer:
+            strides[d], block = block, block * max(x.shape[d], 1)
+    pages, stride = block * x.element_size() // 4096 + 1, step + 2 * block + 1
+    for d in reversed(outer):
+        strides[d], stride, pages = stride, stride * max(x.shape[d], 1), pages * x.shape[d]
+    before = step // 2
+    size = (before + stride) * x.element_size()
+    if not x.numel() or pages > 2**13 or (2**33 // step if step else 1) * size > 2**46:
+        return None
+    if not step:
+        return torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
+    try:
+        file = os.memfd_create("large strides")
+        try:
+            os.ftruncate(file, size)
+            memory = mmap.mmap(file, size)  # shared: it counts when it is touched
+        finally:
+            os.close(file)
+    except (AttributeError, OSError, OverflowError) as error:
+        skip(f"no virtual memory of {size} bytes: {last_line(error)}")
+    return torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, strides, before).copy_(x)
+
+
+# ---- sums in half precision ----
+
+
+def half_precision(case: Case) -> str | None:
+    """Long sums in float16 and bfloat16 are those of float32, apart from the rounding of the results."""
+    tensors = case.fresh()
+    floats = [x.is_floating_point() for x in tensors]
+    if case.seeded:
+        skip("its numbers are random")
+    if not any(floats) or any(x.layout != torch.strided for x in tensors) or not sizes_of(tensors):
+        skip("no strided floating-point tensor of more than one element")
+    needs_written(case)
+    tried, reasons, begin = [], [], time.thread_time()
+    for size in sizes_of(tensors)[:3]:
+        long = max(size, 4096)
+        if any(x.numel() * (long / size) ** x.shape.count(size) > 2**19 for x in tensors) or time.thread_time() - begin > 2:
+            continue
+        with contextlib.suppress(Exception):
+            if sum(x.numel() for x in run_fake(case, resized(tensors, size, long))[1]) > 2**21:
+                continue
+        for call in (_Forward, _Backward) if case.derivative.status == "pass" else (_Forward,):
+            for dtype in (torch.float16, torch.bfloat16):
+                for change in (torch.abs, _alike):
+                    try:
+                        _in_half(call(case, size, 1, False), long, dtype, change)
+                        tried.append(long)
+                    except Outcome:
+                        raise
+                    except Exception as error:
+                        reasons.append(last_line(error))
+    if not tried:
+        refuse(reasons[0]) if reasons else skip("its inputs become too large")
+    return None
+
+
+def _alike(x: Tensor) -> Tensor:
+    """Numbers that vanish in a sum of half precision soon, as each is a little less than half of a power of two."""
+    return 0.4 + 0.09 * x.abs() / x.abs().max().clamp(min=1e-30)
+
+
+def _in_half(call: _Forward, long: int, dtype: torch.dtype, change: Callable[[Tensor], Tensor]) -> None:
+    case, eps = call.case, torch.finfo(dtype).eps
+    given = [change(x).to(dtype) if x.is_floating_point() else x for x in call.inputs(long)]
+    wide = [x.float() if x.is_floating_point() else x for x in given]
+    got, expected = call(given), call(wide)
+    moved: list[Tensor] | None = None
+    for k, (a, e) in enumerate(zip(got, expected, strict=True)):
+        if a.shape != e.shape or not (a.is_floating_point() and e.is_floating_point()) or a.element_size() == 1:
+            continue
+        a, e = a.double().cpu(), e.double().cpu()
+        inside = e.abs() < torch.finfo(dtype).max
+        if not inside.any():
+            continue
+        scale = e[inside].abs().max().item()
+        error = (a - e)[inside].abs().nan_to_num(torch.inf).max().item()
+        if error <= 8 * eps * (scale + torch.finfo(dtype).tiny):
+            continue
+        if moved is None:
+            moved = _moved(call, wide, expected, dtype)
+        if not error <= 8 * (eps * scale + moved[k][inside].nan_to_num(torch.inf).max().item()):
+            inputs = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(call.names, given, strict=False))
+            kind = str(dtype).removeprefix("torch.")
+            fail(
+                f"{case.name}: given {kind} {inputs}, {call.what} {k} differs from that of the same values in float32 by "
+                f"{error / scale:.0%} of its largest element",
+                "add in float32 and round the sum once (a float accumulator, at::opmath_type, x.float().sum()), also in the "
+                "backward",
+            )
+
+
+def _moved(call: _Forward, inputs: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """How far rounding moves the results: of inputs in one direction or in both, or of what the backward needs."""
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(dtype).to(x.dtype) if x.is_floating_point() else x
+
+    results = []
+    for signs in (1, -1):
+        scales = [signs ** torch.arange(x.numel(), device=x.device).view(x.shape) for x in inputs]
+        others = zip(inputs, scales, strict=True)
+        results.append(call([x * (1 + torch.finfo(dtype).eps * by) if x.is_floating_point() else x for x, by in others]))
+    with torch.autograd.graph.saved_tensors_hooks(rounded, lambda x: x):
+        results.append(call(inputs))
+    differences = [[(a.double() - b.double()).abs().cpu() for a, b in zip(each, expected, strict=True)] for each in results]
+    return [torch.stack(each).amax(0) for each in zip(*differences, strict=True)]
