@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +32,17 @@ def limit(sentence: str) -> NoReturn:
 
 def skip(reason: str) -> NoReturn:
     raise Outcome("skip", reason)
+
+
+@contextlib.contextmanager
+def only_outcomes() -> Iterator[None]:
+    """For inputs that the author did not give: not every operator supports them."""
+    try:
+        yield
+    except Outcome:
+        raise
+    except Exception:
+        pass
 
 
 # ---- what an error means ----
@@ -197,6 +209,12 @@ def plain(case: Case, tensors: Sequence[Tensor], function: Any = None) -> list[T
         return _detached((function or case.run)(*tensors))
 
 
+def in_place(case: Case, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of a call on these tensors themselves, then what it wrote: `plain` without its copies of the inputs."""
+    outs = plain(case, tensors, case.function(raw=True))
+    return [*outs, *_detached([tensors[i] for i in case.written])]
+
+
 def by_reference(case: Case, tensors: Sequence[Tensor]) -> list[Tensor] | None:
     """The outputs of the reference, or of the operator's CPU kernel; None if there is neither."""
     function = reference_of(case)
@@ -245,7 +263,46 @@ def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
+def _inside(x: Tensor, before: int) -> Tensor:
+    """Contiguous, `before` elements into its storage. What surrounds it is NaN, or an integer that it has itself."""
+    if not x.numel():
+        return x
+    flat = x.reshape(-1)
+    around = flat.new_full((before,), torch.nan) if differentiable(x) else flat[:1].repeat(before)
+    return torch.cat([around, flat, around])[before:-before].view(x.shape)
+
+
+def offset(x: Tensor) -> Tensor:
+    return _inside(x, max(1, 16 // x.element_size()))
+
+
+def _unaligned(x: Tensor) -> Tensor:
+    return _inside(x, 1)
+
+
+def _slices(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous slices of one buffer, as q, k and v of one projection are; the first starts it, the others are unaligned."""
+    out = list(tensors)
+    for dtype in {x.dtype for x in tensors}:
+        mine = [i for i, x in enumerate(tensors) if x.dtype == dtype and x.layout == torch.strided and x.numel()]
+        if len(mine) > 1:
+            flat = [tensors[i].reshape(-1) for i in mine]
+            parts = torch.cat([piece for x in flat for piece in (x, x[:1])]).split([n for x in flat for n in (len(x), 1)])
+            for i, part in zip(mine, parts[::2], strict=True):
+                out[i] = part.view(tensors[i].shape)
+    return out
+
+
+# Of contiguous tensors that start inside their storage: a kernel has no reason to treat them in another way.
+CONTIGUOUS = {
+    "offset": "that start 16 bytes into their storage",
+    "unaligned": "that start one element into their storage, which is not aligned to 16 bytes",
+    "slices": "that are slices of one buffer, not aligned to 16 bytes",
+}
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "offset": offset,
+    "unaligned": _unaligned,
     "permuted": permuted,
     "padded": padded,
     "stepped": stepped,
@@ -255,22 +312,35 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def layouts_of(case: Case, **options: Any) -> Iterator[tuple[str, list[Tensor]]]:
-    """The unchanged sample, the sample in every layout, and with only its first tensor permuted."""
+    """The unchanged sample, in every layout, as slices of one buffer, and with only its first tensor permuted."""
     yield "the sample's", case.fresh(**options)
     for name, layout in LAYOUTS.items():
         yield name, [layout(x) if x.layout == torch.strided else x for x in case.fresh(**options)]
     tensors = case.fresh(**options)
+    slices = _slices(tensors)
+    if any(x is not y for x, y in zip(slices, tensors, strict=True)):
+        yield "slices", slices
     if len(tensors) > 1 and tensors[0].dim() > 1:
         yield "one permuted and otherwise contiguous", [permuted(tensors[0]), *tensors[1:]]
 
 
 def resized(tensors: Sequence[Tensor], old: int, new: int) -> list[Tensor]:
     """Every dimension of size `old` becomes `new` long, by repeating or dropping elements."""
+    return of_sizes(tensors, {old: new})
+
+
+def of_sizes(tensors: Sequence[Tensor], sizes: Mapping[int, int]) -> list[Tensor]:
+    """Every dimension whose size is a key becomes as long as its value, by repeating or dropping elements.
+
+    Integers stay in order, with the first and the last one, because they may be the offsets of rows.
+    """
     out = []
     for x in tensors:
-        for d, size in enumerate(x.shape):
-            if size == old:
-                x = x.index_select(d, torch.arange(new, device=x.device) % max(old, 1))
+        for d, old in enumerate(x.shape):
+            if old in sizes:
+                new = torch.arange(sizes[old], device=x.device)
+                last = max(sizes[old] - 1, 1)
+                x = x.index_select(d, new % max(old, 1) if differentiable(x) else new * (old - 1) // last)
         out.append(x)
     return out
 

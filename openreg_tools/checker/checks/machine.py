@@ -37,7 +37,7 @@ def stream(case: Case) -> str | None:
 
 
 @contextlib.contextmanager
-def _garbage(case: Case, pattern: int) -> Iterator[None]:
+def garbage(case: Case, pattern: int) -> Iterator[None]:
     """Fill memory allocated in this context with the byte `pattern`, if this device and C library support it."""
     kind = case.device.type
     if filled := backends.of_device(kind).filled(pattern):
@@ -78,7 +78,7 @@ def poison(case: Case) -> str | None:
             continue
         expected = None
         for pattern in (0x5A, 0xFF, 0x00):
-            with _garbage(case, pattern):
+            with garbage(case, pattern):
                 got = run(what)
             expected = expected or got
             if wrong := differs(got, expected, what):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from openreg_tools.checker.checks.common import (
     fail,
     limit,
     needs_literals,
+    only_outcomes,
     padded,
     plain,
     reference_of,
@@ -36,62 +39,123 @@ def runs(case: Case) -> str | None:
         fail(f"{case.name}: the sample was refused: {last_line(error)}", "give samples that the operator accepts")
 
 
+_SCALES = (3, -3, 30, -30, 1e3, -1e3, 3e4, -3e4, 1e6, -1e6, 1e30, -1e30, 1e-6, 0, torch.inf, torch.nan)
+
+
 def schema(case: Case) -> str | None:
-    """It writes to, and shares memory with, only what its schema declares."""
-    variants = [("the sample's", case.fresh()), ("padded", [padded(x) for x in case.fresh()])]
-    variants.append(("of larger values,", [scaled(x, 3, 1) for x in case.fresh()]))
-    for which, tensors in variants:
-        try:
+    """It writes to, and shares memory with, only what its schema declares, for values of any magnitude."""
+    differentiable_too = case.derivative.status == "pass"
+    _schema_of(case, case.fresh(), "the sample's")
+    if differentiable_too:
+        _backward_writes(case, case.fresh(grad=True), 1)
+    for which, tensors in _variants(case):
+        with only_outcomes():
             _schema_of(case, tensors, which)
-        except Outcome:
-            raise
-        except Exception:  # not every operator supports the others
-            if which == "the sample's":
-                raise
-    if case.derivative.status == "pass":
-        tensors = case.fresh(grad=True)
-        outs = attached(case.run(*tensors))
-        given = cotangents(outs)
-        before = [bytes_of(x) for x in (*tensors, *given)]
-        torch.autograd.grad(outs, case.of(tensors), given, allow_unused=True)
-        for i, (x, was) in enumerate(zip((*tensors, *given), before, strict=True)):
-            if not torch.equal(bytes_of(x), was):
-                what = case.names[i] if i < len(tensors) else f"the gradient of output {i - len(tensors)}"
-                fail(
-                    f"{case.name}: its backward writes to {what}, which others still use",
-                    "compute into fresh memory in the backward: clone the tensors to change",
-                )
+    if differentiable_too:
+        for scale in (3e4, -3e4, 1e-6, torch.nan):
+            with only_outcomes():
+                _backward_writes(case, case.fresh(grad=True), scale)
+            with only_outcomes():
+                _backward_writes(case, case.leaf(_scaled(case.fresh(), scale)), 1)
+
+
+def _scaled(tensors: list[Tensor], scale: float) -> list[Tensor]:
+    """Floating-point tensors with values near `scale`, or with one of them, if it is not finite."""
+    out = []
+    for x in tensors:
+        if differentiable(x) and x.numel() and x.layout == torch.strided:
+            x = x.clone() if math.isfinite(scale) else x.contiguous()
+            (x.mul_(scale).add_(scale) if math.isfinite(scale) else x.view(-1)[0].fill_(scale))
+        out.append(x)
+    return out
+
+
+def _variants(case: Case) -> Iterator[tuple[str, list[Tensor]]]:
+    """Samples in padded memory, and with other values and dtypes, each with a few words about them."""
+    yield "padded", [padded(x) for x in case.fresh()]
+    if not any(map(differentiable, case.leaves)):
+        return
+    small = sum(x.numel() for x in case.leaves) < 2**18
+    for dtype in (None, torch.float16, torch.bfloat16) if small else (None,):
+        least, kind = math.inf, "" if dtype is None else f"{str(dtype).removeprefix('torch.')} "
+        for scale in _SCALES:
+            which = f"of {kind}values near {scale:g},"
+            begin = time.thread_time()
+            yield which, _scaled(case.fresh(dtype=dtype), scale)
+            took = time.thread_time() - begin
+            least = min(least, took)
+            if took > 20 * least + 0.01:  # it computes a size from the values: it may not end for larger ones
+                return
+            if dtype is None:
+                yield f"padded, {which}", [padded(x) for x in _scaled(case.fresh(), scale)]
+        for i, name in enumerate(case.names if len(case.leaves) > 1 else ()):
+            for scale in (3e4, -3e4):
+                tensors = case.fresh(dtype=dtype)
+                tensors[i] = _scaled(tensors, scale)[i]
+                yield f"{name} of {kind}values near {scale:g},", tensors
+
+
+def _backward_writes(case: Case, tensors: list[Tensor], scale: float) -> None:
+    outs = attached(case.run(*tensors))
+    given = [x * scale for x in cotangents(outs)]
+    before = [bytes_of(x) for x in (*tensors, *given)]
+    torch.autograd.grad(outs, case.of(tensors), given, allow_unused=True)
+    for i, (x, was) in enumerate(zip((*tensors, *given), before, strict=True)):
+        if not torch.equal(bytes_of(x), was):
+            what = case.names[i] if i < len(tensors) else f"the gradient of output {i - len(tensors)}"
+            fail(
+                f"{case.name}: its backward writes to {what}, which others still use",
+                "compute into fresh memory in the backward: clone the tensors to change",
+            )
 
 
 def _schema_of(case: Case, tensors: list[Tensor], which: str) -> None:
     memory, versions = [bytes_of(x) for x in tensors], [x._version for x in tensors]
+    owns, storages = [_own_bytes(x) for x in tensors], [storage_of(x) or -i for i, x in enumerate(tensors, 1)]
     with torch.no_grad():
         outs = list(case.function(raw=True)(*tensors))
     arguments = {argument.name: argument for argument in case.schema.arguments}
     infos = [arguments[name.partition("[")[0]].alias_info for name in case.names]
-    for x, name, info, before, version in zip(tensors, case.names, infos, memory, versions, strict=True):
-        changed = not torch.equal(bytes_of(x), before)
-        if info is None or not info.is_write:
-            remedy = (
-                f"write to a copy ({name}.clone()), or declare the mutation: Tensor(a!) {name} in the schema, "
-                f'mutates_args=("{name}",) in custom_op'
+    declared = [info is not None and info.is_write for info in infos]
+    allowed: dict[int, Tensor] = {}  # by storage, the bytes that the call may change
+    for own, storage, write in zip(owns, storages, declared, strict=True):
+        if write:
+            allowed[storage] = allowed.get(storage, False) | own
+    changes = [_changed(x, before) for x, before in zip(tensors, memory, strict=True)]
+    strays = [
+        change & ~allowed[storage] if storage in allowed else change
+        for change, storage in zip(changes, storages, strict=True)
+    ]
+    # First an argument whose elements changed, then one whose surroundings did, which are those of its neighbors too.
+    order = sorted(range(len(tensors)), key=lambda i: (not (strays[i] & owns[i]).any(), not declared[i]))
+    for i in order:
+        x, name = tensors[i], case.names[i]
+        copy = (
+            f"write to a copy ({name}.clone()), or declare the mutation: Tensor(a!) {name} in the schema, "
+            f'mutates_args=("{name}",) in custom_op'
+        )
+        if strays[i].any() and declared[i]:
+            fail(
+                f"{case.name}: it writes to {name}, as its schema says, but also to memory around the elements of {name} "
+                f"({which} {list(x.shape)})",
+                f"write only at {name}.data_ptr() plus multiples of {name}.stride()",
             )
-            if changed:
-                fail(
-                    f"{case.name}: the schema says that {name} is not written to, but the call changed the memory "
-                    f"of {name} ({which} {list(x.shape)})",
-                    remedy,
-                )
-            if x._version != version:
-                fail(
-                    f"{case.name}: the schema says that {name} is not written to, but its version counter went from "
-                    f"{version} to {x._version}: it is written to and put back",
-                    remedy,
-                )
-        elif changed and x._version == version:
+        if strays[i].any():
+            fail(
+                f"{case.name}: the schema says that {name} is not written to, but the call changed the memory "
+                f"of {name} ({which} {list(x.shape)})",
+                copy,
+            )
+        if x._version != versions[i] and storages[i] not in allowed:
+            fail(
+                f"{case.name}: the schema says that {name} is not written to, but its version counter went from "
+                f"{versions[i]} to {x._version}: it is written to and put back",
+                copy,
+            )
+        if declared[i] and (changes[i] & owns[i]).any() and x._version == versions[i]:
             fail(
                 f"{case.name}: it writes to {name}, as its schema says, but the version counter of {name} stays at "
-                f"{version}, so autograd uses the changed {name} where it saved the old one, without an error",
+                f"{versions[i]}, so autograd uses the changed {name} where it saved the old one, without an error",
                 "register a kernel at ADInplaceOrView that calls torch.autograd.graph.increment_version (bump_version "
                 "in C++) after the call; custom_op(mutates_args=…) does it by itself",
             )
@@ -100,18 +164,18 @@ def _schema_of(case: Case, tensors: list[Tensor], which: str) -> None:
         mine = storage_of(out)
         if mine is None:
             continue
-        shared = False
-        for x, name, other in zip(tensors, case.names, infos, strict=True):
-            # A list's annotation does not name a set: its tensors may alias any annotated argument.
-            declared = info is not None and other is not None
-            declared = declared and bool(not info.before_set or info.before_set & other.before_set)
-            if storage_of(x) == mine:
-                shared = shared or declared
-                if not declared:
-                    fail(
-                        f"{case.name}: output {i} shares the memory of {name}, and the schema does not say so",
-                        f"return a copy, or declare the view: Tensor(a) {name} and -> Tensor(a) in the schema",
-                    )
+        # A list's annotation does not name a set: its tensors may alias any annotated argument.
+        sharing = [k for k, storage in enumerate(storages) if storage == mine]
+        shared = any(
+            info is not None and infos[k] is not None and bool(not info.before_set or info.before_set & infos[k].before_set)
+            for k in sharing
+        )
+        if sharing and not shared:
+            name = case.names[sharing[0]]
+            fail(
+                f"{case.name}: output {i} shares the memory of {name}, and the schema does not say so",
+                f"return a copy, or declare the view: Tensor(a) {name} and -> Tensor(a) in the schema",
+            )
         if info is not None and not shared:
             said = f"{case.name}: the schema says that output {i} is an alias of an input, but it has its own memory"
             remedy = "return the input or its view, or remove the (a) from the schema's return"
@@ -137,9 +201,25 @@ def _returned(case: Case, outs: Sequence[Tensor]) -> list[Any]:
 def bytes_of(x: Tensor) -> Tensor:
     """Every byte of its storage, including the gaps between and around its elements."""
     if x.layout != torch.strided:
-        return x.detach().to_dense().cpu().clone()
+        return x.detach().to_dense().cpu().clone().view(-1).view(torch.uint8)
     flat = torch.empty(0, dtype=torch.uint8, device=x.device)
     return flat.set_(x.untyped_storage()).cpu().clone()
+
+
+def _own_bytes(x: Tensor) -> Tensor:
+    """Which of `bytes_of` belong to its elements."""
+    if x.layout != torch.strided:
+        return torch.ones_like(bytes_of(x), dtype=torch.bool)
+    own, size = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool), x.element_size()
+    shape = [n if stride else min(n, 1) for n, stride in zip(x.shape, x.stride(), strict=True)]
+    own.as_strided((*shape, size), (*(size * n for n in x.stride()), 1), size * x.storage_offset()).fill_(True)
+    return own
+
+
+def _changed(x: Tensor, before: Tensor) -> Tensor:
+    """Which of its bytes differ from those before; all, if the storage was resized."""
+    after = bytes_of(x)
+    return after != before if after.shape == before.shape else torch.ones_like(before, dtype=torch.bool)
 
 
 def reference(case: Case) -> str | None:
