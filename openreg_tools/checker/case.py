@@ -248,6 +248,10 @@ class Case:
         kinds = [str(each.type) for each in self.schema.returns]
         return tree_leaves([value for value, kind in zip(outs, kinds, strict=True) if "Tensor" not in kind])
 
+    index = 0  # the sample's number
+    others: tuple[Sample, ...] = ()  # the operator's other samples
+    command: tuple[str, ...] = ()  # of the worker process that runs the checks; empty in a program
+
 
 def _copied(x: Tensor, device: torch.device | str, storages: dict[int, Tensor]) -> Tensor:
     """A copy with the strides and the memory around x; tensors that share memory still share it."""

@@ -326,13 +326,15 @@ class Checks:
     known: dict[str, str]
     may_pass: list[str]  # of `known`
     trying: Callable[[str], None] = lambda inputs: None  # called with the inputs that a check tries
+    command: tuple[str, ...] = ()  # of the worker process that runs them
     _case: tuple[int, Case, str] | None = None  # the sample's number, and why the operator refuses it
 
     def result(self, i: int, name: str) -> Result:
         """Run one check on one sample."""
         start = time.perf_counter()
         with _interrupts() as interrupts:
-            case, refusal = self._of_sample(i)
+            # `state` needs processes in which the operator has not run.
+            case, refusal = (self._new_case(i), "") if name == "state" else self._of_sample(i)
             if refusal and name != "runs":
                 outcome = Outcome("skip", f"{case.name} refuses this sample")
             elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
@@ -358,10 +360,15 @@ class Checks:
 
     def _of_sample(self, i: int) -> tuple[Case, str]:
         if self._case is None or self._case[0] != i:
-            case = Case(self.op, self.samples[i], self.report.device, self.reference, derivative)
-            case.trying = self.trying
+            case = self._new_case(i)
             self._case = i, case, _refusal(case)
         return self._case[1:]
+
+    def _new_case(self, i: int) -> Case:
+        case = Case(self.op, self.samples[i], self.report.device, self.reference, derivative)
+        case.trying = self.trying
+        case.index, case.others, case.command = i, (*self.samples[:i], *self.samples[i + 1 :]), self.command
+        return case
 
 
 @contextlib.contextmanager

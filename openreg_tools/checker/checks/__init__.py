@@ -17,6 +17,8 @@ from openreg_tools.checker.checks import (
     machine,
     programs,
     registration,
+    state,
+    streams,
     transforms,
     unbacked,
     values,
@@ -64,17 +66,21 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
         inputs.empty,
         inputs.zero_dim,
         inputs.large,
-        machine.stream,
+        streams.stream,
+        streams.devices,
+        streams.launch,
         machine.poison,
         machine.determinism,
-        machine.threads,
+        state.generator,
+        state.state,
+        state.threads,
         machine.overhead,
     )
 }
 
 # The checks that also apply to sparse and other tensors without strides.
 ANY_LAYOUT = {"runs", "reference", "opcheck_faketensor", "backward", "jit_trace", "jit_script", "copies", "determinism",
-              "threads", "poison", "overhead"}  # fmt: skip
+              "generator", "threads", "poison", "overhead"}  # fmt: skip
 
 # The checks that call the kernel with sizes, strides, dtypes or values that the author did not give.
 UNUSUAL = {name for name, check in CHECKS.items() if check.__module__ == inputs.__name__}
