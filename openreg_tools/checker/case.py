@@ -250,7 +250,7 @@ class Case:
 
     index = 0  # the sample's number
     others: tuple[Sample, ...] = ()  # the operator's other samples
-    command: tuple[str, ...] = ()  # of the worker process that runs the checks; empty in a program
+    command: tuple[str, ...] = ()  # that runs the checks, for Python; empty in a program
 
 
 def _copied(x: Tensor, device: torch.device | str, storages: dict[int, Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ import dis
 import functools
 import itertools
 import logging
+import re
 import signal
 import threading
 import time
@@ -199,6 +200,20 @@ def _made_up(argument: Any, shapes: Any, position: Any, numbers: Any, device: st
 
 # ---- the run ----
 
+# PyTorch's errors for what the package of a device does not have yet, and what that is.
+_LACKING = {
+    r"Could not run '(aten::[\w.]+)' with arguments from the '(?!CPU|Meta|Sparse|Quantized|Nested)\w+' backend": "{}",
+    r"module 'torch\.\w+' has no attribute '(\w*rng_state|manual_seed\w*|synchronize|current_\w+|device_count)'": "{}()",
+    r"register (PrivateUse1HooksInterface)": "{}",
+    r"use AMP with the `\w+` backend, but .*(get_amp_supported_dtype)": "{}()",
+}
+
+
+def lacking(sentence: str) -> str:
+    """What the package of a device lacks, according to an error of PyTorch; "" if that is not what it says."""
+    found = ((re.search(pattern, sentence), text) for pattern, text in _LACKING.items())
+    return next((text.format(match[1]) for match, text in found if match), "")
+
 
 def check(
     op: Any,
@@ -326,7 +341,7 @@ class Checks:
     known: dict[str, str]
     may_pass: list[str]  # of `known`
     trying: Callable[[str], None] = lambda inputs: None  # called with the inputs that a check tries
-    command: tuple[str, ...] = ()  # of the worker process that runs them
+    command: tuple[str, ...] = ()  # that runs them, for Python; empty in a program
     _case: tuple[int, Case, str] | None = None  # the sample's number, and why the operator refuses it
 
     def result(self, i: int, name: str) -> Result:
@@ -342,6 +357,8 @@ class Checks:
             else:
                 with preserved(self.report.device):
                     outcome = _run_check(CHECKS[name], case)
+                if outcome.status == "fail" and name != "runs" and (part := lacking(outcome.sentence)):
+                    outcome = Outcome("skip", f"the device lacks {part}")
             if interrupts:
                 raise KeyboardInterrupt
         seconds = round(time.perf_counter() - start, 4)
@@ -470,8 +487,9 @@ def preserved(device: str) -> Iterator[None]:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             for each in kinds - {"cpu", "meta"}:
-                module = getattr(torch, each)
-                if not getattr(module, "_is_in_bad_fork", bool)():
+                module = getattr(torch, each, None)
+                numbers = hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
+                if numbers and not getattr(module, "_is_in_bad_fork", bool)():
                     stack.enter_context(torch.random.fork_rng(range(module.device_count()), device_type=each))
             yield
     finally:

@@ -114,137 +114,22 @@ def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = 
     Raises:
         Wrong, ValueError: the request is wrong.
     """
-    return prepare(
+    checks = prepare(
         *_asked(arguments), arguments.device, dtype=dtype_of(arguments.dtype), only=_names(arguments.only),
         skip=_names(arguments.skip), reference=_named(arguments.reference) if arguments.reference else None,
         started=started,
     )  # fmt: skip
+    words = ["-m", "openreg_tools", "check", arguments.op, "--quiet", f"--dtype={arguments.dtype}"]
+    words += [f"--{name}={given}" for name in ("device", "samples", "reference") if (given := getattr(arguments, name))]
+    words += [
+        f"--{name}={each}"
+        for name, given in (("input", arguments.input), ("import", arguments.modules))
+        for each in given
+    ]
+    checks.command = tuple(words)
+    return checks
 
 
-<<<<<<< HEAD
-=======
-def _serve(arguments: argparse.Namespace) -> int:
-    answer = serving()
-    try:
-        checks = prepared(arguments, lambda report: answer(at="inputs", report=dataclasses.asdict(report)))
-    except (Wrong, ValueError) as error:
-        answer(wrong=str(error))
-        return 2
-    checks.command = tuple(sys.orig_argv[1:])
-    with preserved(checks.report.device):
-        answer(ready=True, report=dataclasses.asdict(checks.report), known=checks.known, may_pass=checks.may_pass)
-        for line in sys.stdin:
-            i, name = line.split()
-            answer(**dataclasses.asdict(checks.result(int(i), name)))
-    return 0
-
-
-class Checking(Worker):
-    """The process that runs the checks of an operator."""
-
-    report: Report | None = None  # as far as the process has prepared it
-    known: dict[str, str] = {}
-    may_pass: list[str] = []
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        return () if sys.path[:1] == [os.getcwd()] else ("-P",)
-
-    def words(self) -> list[str]:
-        a = self.arguments
-        words = ["check", a.op, "--worker", f"--dtype={a.dtype}"]
-        for option in ("device", "samples", "reference"):
-            if value := getattr(a, option):
-                words.append(f"--{option}={value}")
-        words += [f"--input={text}" for text in a.input]
-        for option in ("only", "skip"):
-            if names := getattr(a, option):
-                words += [f"--{option}", *names]
-        return words
-
-    def start(self) -> None:
-        self.shown = 0  # bytes of its stderr
-        super().start()
-
-    def read(self, deadline: float) -> dict[str, Any] | None:
-        answer = super().read(deadline)
-        if answer and "wrong" in answer:
-            raise Wrong(answer["wrong"])
-        if answer and "report" in answer and self.report is None or answer and "ready" in answer:
-            self.report = Report(**answer["report"])
-            self.known, self.may_pass = answer.get("known", {}), answer.get("may_pass", [])
-        return answer
-
-    def last_words(self) -> str:
-        self.show()
-        return super().last_words()
-
-    def show(self) -> None:
-        """Print what the process has printed. Reading must not move the offset, which the process shares."""
-        while text := os.pread(self.stderr.fileno(), 1 << 16, self.shown):
-            self.shown += len(text)
-            sys.stderr.write(text.decode(errors="replace"))
-
-
-def _checked(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
-    """The report of the checks, which run in a worker process."""
-    worker = Checking(arguments)
-    began = time.perf_counter()
-    try:
-        try:
-            worker.start()
-        except (RuntimeError, TimeoutError) as error:
-            if worker.report is None:  # the operator has no part in this
-                raise Wrong(f"the process that imports the operator ended: {error}") from None
-            return _ended_early(worker.report, error)
-        report, worker.report = worker.report, None
-        _run(worker, report, progress)
-        report.finish(worker.known, worker.may_pass)
-    finally:
-        worker.stop()
-    report.seconds = time.perf_counter() - began
-    return report
-
-
-def _ended_early(report: Report, error: Exception) -> Report:
-    report.device, report.samples = report.device or "an unknown device", ["the inputs that were being made"]
-    why = f"{report.operator}: the process ended while it made the inputs: {error or 'it did not answer'}"
-    report.results.append(Result("runs", 0, "fail", why, "give sample inputs, and find out what ends the process"))
-    report.about.setdefault("runs", "The operator accepts the sample.")
-    return report
-
-
-def _run(worker: Checking, report: Report, progress: Callable[[str], None]) -> None:
-    ended = hung = 0
-    stopped: dict[int, str] = {}  # by sample: why its remaining checks are skipped
-    for i, name in report.planned():
-        progress(f"checking sample {i}: {name}")
-        if i in stopped:
-            report.results.append(Result(name, i, "skip", stopped[i]))
-            continue
-        start = time.perf_counter()
-        try:
-            answer, kind, message, _ = worker.exchange(f"{i} {name}", "status")
-        except RuntimeError as error:  # a new process did not start
-            answer, kind, message = None, "crash", str(error)
-        if answer is not None:
-            worker.show()
-            report.results.append(Result(**answer))
-            continue
-        hung, ended = hung + (kind == "timeout"), ended + (kind != "timeout")
-        what = "the check does not end" if kind == "timeout" else "the process ends in this check"
-        remedy = "the operator must return or raise an exception; run its calls in a debugger to see where it stops"
-        result = Result(name, i, "fail", f"{report.operator}: {what}: {message}", remedy)
-        result.seconds = round(time.perf_counter() - start, 4)
-        report.results.append(result)
-        if name == "runs":
-            stopped[i] = f"{report.operator} does not return for this sample"
-        if ended == ENDS or hung == WAITS:
-            why = f"earlier checks {'did not end' if hung == WAITS else 'ended the process'}, so this one was not run"
-            stopped = dict.fromkeys(range(len(report.samples)), why)
-
-
->>>>>>> d4d9a9f (Checker: calls in other orders, generators, devices and launches)
 def _generated(report: Report, arguments: argparse.Namespace) -> None:
     """Add what generated calls find, in child processes that import the operator's module.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -9,12 +10,9 @@ import importlib
 import io
 import itertools
 import os
-import select
-import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from openreg_tools import forked
 from openreg_tools.checker.case import Case, cotangents, differentiable, gradients, last_line
-from openreg_tools.checker.checks.common import differs, fail, plain, resized, sizes_of, skip
+from openreg_tools.checker.checks.common import differs, fail, plain, resized, scaled, sizes_of, skip
 from openreg_tools.samples import Sample
 
 # ---- generators ----
@@ -40,7 +39,9 @@ def generator(case: Case) -> str | None:
 
 
 def _generator(case: Case, name: str) -> None:
-    remedy = f"draw every number from {name} if it is given: x.uniform_(generator={name}), torch.rand(…, generator={name})"
+    remedy = (
+        f"draw every number from {name} if it is given: x.uniform_(generator={name}), torch.rand(…, generator={name})"
+    )
 
     def draw(value: torch.Generator | None, case: Case = case) -> list[Tensor]:
         args, kwargs = _with(case, name, value, case.arguments(case.fresh()))
@@ -69,7 +70,9 @@ def _generator(case: Case, name: str) -> None:
         where = f": it draws from the global generator of {others[0]}" if others else ""
         fail(f"{case.name}: with equal generators as {name} it gives different numbers{where} ({wrong})", remedy)
     if others:
-        fail(f"{case.name}: given a generator as {name}, it also draws from the global generator of {others[0]}", remedy)
+        fail(
+            f"{case.name}: given a generator as {name}, it also draws from the global generator of {others[0]}", remedy
+        )
     follows = any(differs(draw(source.manual_seed(seed)), first) for seed in (8, 9, 10))
     if follows and not moved:
         fail(
@@ -193,8 +196,8 @@ def _calls(case: Case) -> list[_Call]:
     calls = []
     if any(map(differentiable, case.leaves)):
         with torch.no_grad():
-            scaled = [x * 0.75 if differentiable(x) else x for x in case.leaves]
-        calls.append(call("other values", of(_layout(case.leaves, scaled))))
+            others = [scaled(x, 0.75) for x in case.leaves]
+        calls.append(call("other values", of(_layout(case.leaves, others))))
         dtype = torch.float64 if case.leaves[0].dtype != torch.float64 else torch.float32
         calls.append(call(f"tensors of {str(dtype).removeprefix('torch.')}", of(case.fresh(dtype=dtype, device="cpu"))))
     for size in sizes_of(case.leaves)[:3]:
@@ -239,7 +242,7 @@ def state(case: Case) -> str | None:
         host.others = case.others
         on_host = _calls(host)
         _orders(case, on_host)
-        alone = forked(on_host[0].run)
+        alone = in_child(on_host[0].run)
         calls[0].run()
         if alone is not None and (wrong := _unlike(on_host[0].run(), alone)):
             fail(f"{case.name}: after a call on {case.device}, a call on the CPU gives {wrong}", KEY)
@@ -261,20 +264,20 @@ def state(case: Case) -> str | None:
 
 def _orders(case: Case, calls: list[_Call]) -> None:
     """Every call has the same result alone as among the others, in two orders. Each runs in a new child process."""
-    alone = {i: forked(call.run) for i, call in enumerate(calls)}
+    alone = {i: in_child(call.run) for i, call in enumerate(calls)}
     chosen = [i for i in alone if alone[i] is not None]  # the others ended the process
     for order in (chosen, chosen[::-1]):
-        got = forked(lambda order=order: {i: calls[i].run() for i in order}) or {}
+        got = in_child(lambda order=order: {i: calls[i].run() for i in order}) or {}
         for i in got:
-            if not _unlike(got[i], alone[i]) or _unlike(alone[i], forked(calls[i].run)):  # see determinism
+            if not _unlike(got[i], alone[i]) or _unlike(alone[i], in_child(calls[i].run)):  # see determinism
                 continue
             for k in (k for k in order if k != i):
-                pair = forked(lambda i=i, k=k: (calls[k].run(), calls[i].run()))
+                pair = in_child(lambda i=i, k=k: (calls[k].run(), calls[i].run()))
                 if pair and (wrong := _unlike(pair[1], alone[i])):
                     fail(
                         f"{case.name}: after a call with {calls[k].what}, a call with {calls[i].what} gives another result: "
                         f"{wrong}, which a new process gives",
-                KEY,
+                        KEY,
                     )
 
 
@@ -343,39 +346,18 @@ def _changed_in_place(case: Case, call: _Call, other: _Call) -> None:
         )
 
 
-def forked(function: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """What a function returns in a child process; None if the process ended, or took longer."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of fork in a process with threads
-        child = os.fork()
-    if not child:
-        try:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, 1)
-            os.dup2(null, 2)
-            torch.set_num_threads(1)  # OpenMP's threads are the parent's
-            data = io.BytesIO()
-            torch.save(function(), data)
-            with os.fdopen(write, "wb") as file:
-                file.write(data.getbuffer())
-        finally:
-            os._exit(0)
-    os.close(write)
-    try:
-        data, until = b"", time.monotonic() + seconds
-        while select.select([read], [], [], max(0.0, until - time.monotonic()))[0]:
-            if not (piece := os.read(read, 1 << 20)):
-                return torch.load(io.BytesIO(data), weights_only=False) if data else None
-            data += piece
-        return None
-    finally:
-        os.close(read)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+def in_child(function: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """What a function returns in a forked child; None if the child ended, or took longer."""
+
+    def work(answer: Callable[[Any], None]) -> None:
+        data = io.BytesIO()
+        torch.save(function(), data)
+        answer(base64.b64encode(data.getvalue()).decode())
+
+    with contextlib.suppress(forked.Ended):
+        for said in forked.answers(work, seconds):
+            return torch.load(io.BytesIO(base64.b64decode(said)), weights_only=False)
+    return None
 
 
 # ---- threads ----
@@ -388,7 +370,7 @@ def threads(case: Case) -> str | None:
     """Concurrent calls from four threads give one thread's results, on separate and on shared inputs."""
     if case.seeded:
         skip("its numbers are random, and the generator is shared")
-    distinct = [[x * s if differentiable(x) else x for x in case.fresh()] for s in (1.0, 0.75, 1.25, 1.5)]
+    distinct = [[scaled(x, s) for x in case.fresh()] for s in (1.0, 0.75, 1.25, 1.5)]
     grad = case.derivative.status == "pass"
     for what, inputs in (("separate inputs", distinct), ("shared inputs", [case.fresh()] * 4)):
         calls = [functools.partial(plain, case, tensors) for tensors in inputs]

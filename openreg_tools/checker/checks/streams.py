@@ -205,18 +205,19 @@ def launch(case: Case) -> str | None:
         skip("it works on another stream than the current one: see stream")
     late = _late(case, torch.accelerator.current_stream(case.device))
     if wrong := _differs(late, default, len(case.expected)):
-        fail(f"{case.name}: called before its arguments' values have arrived, it does not wait for them: {wrong}", remedy)
+        fail(
+            f"{case.name}: called before its arguments' values have arrived, it does not wait for them: {wrong}", remedy
+        )
     if not backend.isolation:
         return f"by delays alone: nothing watches the host's accesses to the memory of {case.device.type}"
     if not case.command:
         return "by delays alone: the command also watches the host's accesses, in another process"
     if case.index:
         return "by delays: the first sample's process watches the host's accesses for all samples"
-    lines = "".join(f"{i} {name}\n" for i in range(1 + len(case.others)) for name in ("runs", "determinism"))
+    command = [sys.executable, *case.command, "--only", "runs", "determinism"]
     process = subprocess.run(
-        [sys.executable, *case.command], env={**os.environ, **backend.isolation}, input=lines, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+        command, env={**os.environ, **backend.isolation}, capture_output=True, text=True, check=False
+    )
     if found := re.search(backend.access, process.stderr, re.MULTILINE):
         fail(f"{case.name}: the host {found[1]} in a call: its kernel was not launched", remedy)
     return None

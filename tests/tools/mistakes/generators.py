@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from mistakes import Example, define, right, wrong
 from torch import Generator
+
+from mistakes import Example, define, right, wrong
 
 X = torch.rand(4, 6, generator=Generator().manual_seed(0)) + 0.25
 SEEDED = (torch.Tag.nondeterministic_seeded,)
@@ -20,7 +21,9 @@ def shaped(x, *rest, generator=None):
 
 
 def operator(schema, kernel, fake=shaped):
-    return define(schema, kernel, fake, no_derivative, lambda ctx, inputs, output, keyword_only_inputs=None: None, tags=SEEDED)
+    return define(
+        schema, kernel, fake, no_derivative, lambda ctx, inputs, output, keyword_only_inputs=None: None, tags=SEEDED
+    )
 
 
 def uniform(x, generator):
@@ -29,7 +32,9 @@ def uniform(x, generator):
 
 @wrong("generator")
 def dropout_ignores_it():
-    op = operator("dropout_ignores_it" + NOISE, lambda x, p=0.5, *, generator=None: (x * (uniform(x, None) >= p)).contiguous())
+    op = operator(
+        "dropout_ignores_it" + NOISE, lambda x, p=0.5, *, generator=None: (x * (uniform(x, None) >= p)).contiguous()
+    )
     return Example(op, [(X,)])
 
 
@@ -74,13 +79,19 @@ def a_seed_from_the_global_generator():
 
 @right()
 def dropout_with_a_generator():
-    op = operator("dropout_with_a_generator" + NOISE, lambda x, p=0.5, *, generator=None: (x * (uniform(x, generator) >= p)).contiguous())
+    op = operator(
+        "dropout_with_a_generator" + NOISE,
+        lambda x, p=0.5, *, generator=None: (x * (uniform(x, generator) >= p)).contiguous(),
+    )
     return Example(op, [(X,), (X, 0.0)])
 
 
 @right(devices=("cpu",))
 def dropout_with_an_explicit_one():
-    op = operator("dropout_with_an_explicit_one" + NOISE, lambda x, p=0.5, *, generator=None: (x * (uniform(x, generator) >= p)).contiguous())
+    op = operator(
+        "dropout_with_an_explicit_one" + NOISE,
+        lambda x, p=0.5, *, generator=None: (x * (uniform(x, generator) >= p)).contiguous(),
+    )
     from openreg_ops.testing import Sample
 
     return Example(op, [Sample(X, 0.5, generator=Generator().manual_seed(5))])
@@ -103,7 +114,10 @@ def noise_with_an_explicit_one_in_place():
 
 @right(devices=("openreg",))
 def dropout_with_a_generator_of_the_device():
-    op = operator("dropout_with_a_generator_of_the_device" + NOISE, lambda x, p=0.5, *, generator=None: (x * (uniform(x, generator) >= p)).contiguous())
+    op = operator(
+        "dropout_with_a_generator_of_the_device" + NOISE,
+        lambda x, p=0.5, *, generator=None: (x * (uniform(x, generator) >= p)).contiguous(),
+    )
     from openreg_ops.testing import Sample
 
     return Example(op, [Sample(X, 0.5, generator=Generator("openreg").manual_seed(5))])

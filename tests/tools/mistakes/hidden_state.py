@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 
 import torch
-from mistakes import Example, define, right, wrong
 from torch import Tensor
 from torch.library import custom_op
+
+from mistakes import Example, define, right, wrong
 
 NUMBERS = torch.Generator().manual_seed(0)
 X = torch.rand(4, 6, generator=NUMBERS) + 0.25
@@ -46,7 +47,9 @@ def table_by_size_alone():
             tables[key] = angles(n, theta, like)
         return tables[key]
 
-    op = custom_op("mistakes::table_by_size_alone", rotation(table), mutates_args=(), schema="(Tensor x, float theta) -> Tensor")
+    op = custom_op(
+        "mistakes::table_by_size_alone", rotation(table), mutates_args=(), schema="(Tensor x, float theta) -> Tensor"
+    )
     op.register_fake(shaped)
     op.register_autograd(no_derivative)
     return Example(op, [(X, 10.0), (X, 3.0)])
@@ -119,7 +122,16 @@ def packed_weight_by_address():
     return Example(op, [(X, torch.rand(3, 6, generator=NUMBERS))])
 
 
-@wrong("state", "gradcheck", "gradgradcheck", "func_grad", "threads", "compile", "vmap_grad", "opcheck_aot_dispatch_dynamic")
+@wrong(
+    "state",
+    "gradcheck",
+    "gradgradcheck",
+    "func_grad",
+    "threads",
+    "compile",
+    "vmap_grad",
+    "opcheck_aot_dispatch_dynamic",
+)
 def input_kept_in_a_global():
     kept = {}
 

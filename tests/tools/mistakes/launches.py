@@ -6,6 +6,7 @@ import ctypes
 import functools
 
 import torch
+
 from mistakes import Example, define, right, wrong
 
 X = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) + 0.25
@@ -46,7 +47,9 @@ def reads_and_writes_at_once():
             written[i] = 2 * value
         return out.to(x.dtype)
 
-    return Example(define("reads_and_writes_at_once(Tensor x) -> Tensor", kernel, contiguous_like, no_derivative), [(X,)])
+    return Example(
+        define("reads_and_writes_at_once(Tensor x) -> Tensor", kernel, contiguous_like, no_derivative), [(X,)]
+    )
 
 
 @wrong("launch", "stream", **ONLY)

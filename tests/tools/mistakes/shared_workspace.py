@@ -6,9 +6,10 @@ import threading
 import time
 
 import torch
-from mistakes import Example, define, right, wrong
 from torch import Tensor
 from torch.library import custom_op
+
+from mistakes import Example, define, right, wrong
 
 X = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) + 0.25
 
@@ -56,7 +57,9 @@ def scale_in_a_global():
         time.sleep(0)
         return (y / plan["scale"]).to(y.dtype).contiguous()
 
-    op = define("scale_in_a_global(Tensor x, Tensor y) -> Tensor", kernel, lambda x, y: y.new_empty(y.shape), no_derivative)
+    op = define(
+        "scale_in_a_global(Tensor x, Tensor y) -> Tensor", kernel, lambda x, y: y.new_empty(y.shape), no_derivative
+    )
     return Example(op, [(X, X + 1)])
 
 

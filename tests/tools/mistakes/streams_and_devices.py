@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 
 import torch
-from mistakes import Example, define, right, wrong
 from torch import Tensor
 from torch.library import custom_op
+
+from mistakes import Example, define, right, wrong
 
 X = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) + 0.25
 ONLY = {"devices": ("openreg",)}
@@ -44,7 +45,9 @@ def backward_on_the_default_stream():
         with torch.openreg.stream(torch.openreg.default_stream(grad.device)):
             return grad * ctx.saved_tensors[0].cos()
 
-    op = define("backward_on_the_default_stream(Tensor x) -> Tensor", lambda x: x.sin().contiguous(), contiguous_like, backward)
+    op = define(
+        "backward_on_the_default_stream(Tensor x) -> Tensor", lambda x: x.sin().contiguous(), contiguous_like, backward
+    )
     return Example(op, [(X,)])
 
 
@@ -58,7 +61,9 @@ def second_part_on_a_stream_of_its_own():
             torch.mul(x, y, out=out)  # the caller's stream does not wait for it
         return out
 
-    op = define("second_part_on_a_stream_of_its_own(Tensor x, Tensor y) -> Tensor", kernel, contiguous_like, no_derivative)
+    op = define(
+        "second_part_on_a_stream_of_its_own(Tensor x, Tensor y) -> Tensor", kernel, contiguous_like, no_derivative
+    )
     return Example(op, [(X, X + 1)])
 
 
@@ -76,7 +81,9 @@ def allocates_on_the_current_device():
 @wrong("devices", **ONLY)
 def ones_on_device_zero():
     def kernel(x, weight):
-        return x * weight + torch.ones(x.shape, dtype=x.dtype, device=f"{x.device.type}:0" if x.device.type != "cpu" else "cpu")
+        return x * weight + torch.ones(
+            x.shape, dtype=x.dtype, device=f"{x.device.type}:0" if x.device.type != "cpu" else "cpu"
+        )
 
     op = define("ones_on_device_zero(Tensor x, Tensor weight) -> Tensor", kernel,
                 lambda x, weight: torch.empty_like(x * weight), no_derivative)  # fmt: skip
@@ -99,7 +106,9 @@ def gradient_on_device_zero():
     def backward(ctx, grad):
         return torch.zeros(grad.shape, dtype=grad.dtype, device=f"{grad.device.type}:0").copy_(grad * 2)
 
-    op = define("gradient_on_device_zero(Tensor x) -> Tensor", lambda x: (x * 2).contiguous(), contiguous_like, backward)
+    op = define(
+        "gradient_on_device_zero(Tensor x) -> Tensor", lambda x: (x * 2).contiguous(), contiguous_like, backward
+    )
     return Example(op, [(X,)])
 
 
@@ -109,7 +118,9 @@ def doubles_on_the_current_stream():
         with torch.openreg.stream(torch.openreg.current_stream(x.device)):
             return (x * 2).contiguous()
 
-    return Example(define("doubles_on_the_current_stream(Tensor x) -> Tensor", kernel, contiguous_like, no_derivative), [(X,)])
+    return Example(
+        define("doubles_on_the_current_stream(Tensor x) -> Tensor", kernel, contiguous_like, no_derivative), [(X,)]
+    )
 
 
 @right(**ONLY)
@@ -133,4 +144,6 @@ def waits_for_its_stream_on_the_host():
     def kernel(x):
         return (x * float(x.sum())).contiguous()
 
-    return Example(define("waits_for_its_stream_on_the_host(Tensor x) -> Tensor", kernel, contiguous_like, no_derivative), [(X,)])
+    return Example(
+        define("waits_for_its_stream_on_the_host(Tensor x) -> Tensor", kernel, contiguous_like, no_derivative), [(X,)]
+    )
