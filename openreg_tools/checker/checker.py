@@ -11,6 +11,7 @@ import dis
 import functools
 import itertools
 import logging
+import os
 import re
 import signal
 import threading
@@ -155,14 +156,10 @@ def derived(op: Operator, device: str, dtype: torch.dtype, most: int = 3) -> lis
             if repr(sample) in seen:
                 continue
             seen.add(repr(sample))
-            copy = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
-            # The check `runs` reports an operator that raises SystemExit.
-            with warnings.catch_warnings(), torch.no_grad(), contextlib.suppress(SystemExit, GeneratorExit):
-                warnings.simplefilter("ignore")
-                op(*copy[0], **copy[1])
+            _try(op, sample, device)
             found.append(sample)
         except Exception as error:
-            refusal = last_line(error)
+            refusal = str(error) if isinstance(error, _Refused) else last_line(error)
         if len(found) == most:
             break
     if not found:
@@ -171,6 +168,36 @@ def derived(op: Operator, device: str, dtype: torch.dtype, most: int = 3) -> lis
             "give sample inputs"
         )
     return found
+
+
+class _Refused(Exception):  # noqa: N818 -- the message of another error, in a child
+    """The operator refuses a sample."""
+
+
+def _try(op: Operator, sample: Sample, device: str) -> None:
+    """Call the operator with a copy; in a forked child on the CPU, so that this process stays one where it has not run.
+
+    Raises:
+        Exception: the operator refuses the sample. The check `runs` reports one that ends the process or raises SystemExit.
+    """
+
+    def call() -> None:
+        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (sample.args, sample.kwargs))
+        with warnings.catch_warnings(), torch.no_grad(), contextlib.suppress(SystemExit, GeneratorExit):
+            warnings.simplefilter("ignore")
+            op(*args, **kwargs)
+
+    def said(answer: Callable[[Any], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            answer(last_line(error))
+
+    if torch.device(device).type != "cpu" or not hasattr(os, "fork"):
+        return call()
+    with contextlib.suppress(forked.Ended):
+        for refusal in forked.answers(said, 60):
+            raise _Refused(refusal)
 
 
 def _made_up(argument: Any, shapes: Any, position: Any, numbers: Any, device: str, dtype: torch.dtype) -> Any:

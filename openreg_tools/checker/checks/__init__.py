@@ -89,4 +89,4 @@ UNUSUAL |= {"schema", "fake_layouts", "fake_dtypes", "fake_errors"}
 # The checks that take longer than a few hundredths of a second; `--only fast` leaves them out.
 SLOW = {"opcheck_schema", "opcheck_autograd_registration", "opcheck_faketensor", "opcheck_aot_dispatch_dynamic", "compile", "compile_unbacked", "fake_unbacked", "export",
         "export_unbacked", "forward_ad", "func_grad", "vmap_grad", "dtensor", "jit_trace", "large", "determinism", "threads",
-        "overhead"}  # fmt: skip
+        "stream", "devices", "launch", "state", "overhead"}  # fmt: skip
