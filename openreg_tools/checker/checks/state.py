@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from openreg_tools import forked
 from openreg_tools.checker.case import Case, cotangents, differentiable, gradients, last_line
@@ -236,13 +236,14 @@ def state(case: Case) -> str | None:
     if case.device.type == "cpu":
         _orders(case, calls)
     elif case.has_computed_kernel("CPU") and not any(isinstance(c, torch.device) for c in case.constants.values()):
-        host = Case(case.op, case.sample, "cpu", None, lambda case: None)
-        host.others = case.others
+        samples = [_on_cpu(sample) for sample in (case.sample, *case.others)]  # a child cannot use the device
+        host = Case(case.op, samples[0], "cpu", None, lambda case: None)
+        host.others = tuple(samples[1:])
         on_host = _calls(host)
         _orders(case, on_host)
         alone = in_child(on_host[0].run)
         calls[0].run()
-        if alone is not None and (wrong := _unlike(on_host[0].run(), alone)):
+        if alone and not isinstance(alone, str) and (wrong := _unlike(on_host[0].run(), alone)):
             fail(f"{case.name}: after a call on {case.device}, a call on the CPU gives {wrong}", KEY)
         calls.append(on_host[0])
     first = [call.run() for call in calls]
@@ -260,13 +261,21 @@ def state(case: Case) -> str | None:
     return None
 
 
+def _on_cpu(sample: Sample) -> Sample:
+    args, kwargs = tree_map_only(
+        Tensor, lambda x: x.detach().cpu().requires_grad_(x.requires_grad), (sample.args, sample.kwargs)
+    )
+    return Sample(*args, **kwargs)
+
+
 def _orders(case: Case, calls: list[_Call]) -> None:
     """Every call has the same result alone as among the others, in two orders. Each runs in a new child process."""
     alone = {i: in_child(call.run) for i, call in enumerate(calls)}
     chosen = [i for i in alone if alone[i] is not None]  # the others ended the process
+    answered = [i for i in chosen if not isinstance(alone[i], str)]  # the others are refused
     for order in (chosen, chosen[::-1]):
         got = in_child(lambda order=order: {i: calls[i].run() for i in order}) or {}
-        for i in got:
+        for i in (i for i in answered if i in got):
             if not _unlike(got[i], alone[i]) or _unlike(alone[i], in_child(calls[i].run)):  # see determinism
                 continue
             for k in (k for k in order if k != i):
