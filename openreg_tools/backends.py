@@ -82,6 +82,10 @@ class Backend:
         """A context that fills new device memory with a byte (0xFF, or any other); None if the package has none."""
         return None
 
+    def queued(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which a call returns before the device has computed, if the package can switch that on."""
+        return contextlib.nullcontext()
+
     # ---- conformance ----
 
     draws_as_cpu = False  # whether the device's generator draws the CPU's numbers
@@ -108,7 +112,7 @@ class Backend:
         """A context for a tool's own launches on this thread: injected faults skip and do not count them."""
         return contextlib.nullcontext()
 
-    # ---- the pytest plugin ----
+    # ---- the checker, the pytest plugin ----
 
     sees: frozenset[str] = frozenset()  # the kinds of misuse that the device reports: "host", "race" or both
     isolation: Mapping[str, str] = {}  # environment variables that end the process where the host uses device memory

@@ -184,6 +184,34 @@ def usable(device: str) -> None:
         raise Unusable(f"{device} cannot be used here: {said}; name one that is here") from None
 
 
+LACKS = (RuntimeError, NotImplementedError, AttributeError)  # raised for what a device's package does not have yet
+
+
+def is_lacking(error: Exception) -> bool:
+    """Whether an error says that the device's package does not have something."""
+    said = re.search(r"doesn't support|not (yet )?(implemented|supported)", str(error))
+    return isinstance(error, AttributeError) or bool(said)
+
+
+def synchronize(device: str | torch.device) -> None:
+    """Wait for a device whose package can do that."""
+    try:
+        torch.accelerator.synchronize(torch.device(device))
+    except LACKS as error:
+        if not is_lacking(error):
+            raise
+
+
+def has_events(device: str | torch.device) -> bool:
+    """Whether a device has events with times."""
+    try:
+        stream = torch.accelerator.current_stream(torch.device(device))
+        torch.Event(stream.device, enable_timing=True).record(stream)
+    except LACKS:
+        return False
+    return True
+
+
 # ---- the dispatcher's tables ----
 
 

@@ -254,11 +254,21 @@ def _queues(device: str) -> bool:
     kind = torch.device(device).type
     if kind in ("cpu", "meta"):
         return False
-    return backends.of_device(kind).queues()
+    return backends.of_device(kind).queues() and dispatch.has_events(device)
 
 
 def _overhead(target: dispatch.Target, rounds: int = 5) -> tuple[float, float]:
-    """What recording adds to the host time of a call, and to a composite for each part, in seconds."""
+    """What recording adds to the host time of a call, and to a composite for each part, in seconds.
+
+    On the CPU, if the device lacks a kernel that this needs.
+    """
+    try:
+        return _measured(target, rounds)
+    except dispatch.LACKS:
+        return _measured(dispatch.target("cpu"), rounds)
+
+
+def _measured(target: dispatch.Target, rounds: int) -> tuple[float, float]:
     x = torch.zeros(1, device=target.device)
     each, part = [], []
     for _ in range(rounds):
@@ -297,7 +307,10 @@ def _candidates(rows: list[Row], target: dispatch.Target, least: float) -> list[
     wanted = [row for row in rows if row.has in ("composite", "fallback") and row.bytes and row.total]
     if not wanted:
         return []
-    launch, bandwidth = _speeds(target)
+    try:
+        launch, bandwidth = _speeds(target)
+    except dispatch.LACKS:  # it has no kernel for what measures them: its kernels take no time, then
+        launch, bandwidth = 0.0, float("inf")
     out = []
     for row in wanted:
         kernel = max(row.calls * launch + row.bytes / bandwidth, row.part)

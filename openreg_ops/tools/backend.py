@@ -88,6 +88,9 @@ class Openreg(Backend):
         finally:
             _C.set_poison(before)
 
+    def queued(self) -> contextlib.AbstractContextManager[None]:
+        return torch.openreg.launch_mode("async")
+
     # ---- conformance ----
 
     draws_as_cpu = True
@@ -117,7 +120,7 @@ class Openreg(Backend):
     def own_work(self) -> contextlib.AbstractContextManager[None]:
         return _Spared()
 
-    # ---- the pytest plugin ----
+    # ---- the checker, the pytest plugin ----
 
     sees = frozenset({"host", "race"})
     isolation = {"OPENREG_ISOLATION": "strict"}

@@ -246,7 +246,9 @@ class Case:
     def objects(self) -> list[str]:
         """The classes of the objects among the arguments, other than generators, of which compilers know little."""
         values = self.constants.values()
-        foreign = [x for x in values if isinstance(x, torch.ScriptObject) or type(x).__module__.split(".")[0] not in KNOWN]
+        foreign = [
+            x for x in values if isinstance(x, torch.ScriptObject) or type(x).__module__.split(".")[0] not in KNOWN
+        ]
         return list(dict.fromkeys(str(x._type()) if hasattr(x, "_type") else type(x).__name__ for x in foreign))
 
     def numbers(self, tensors: list[Tensor]) -> list[Any]:
@@ -262,6 +264,10 @@ class Case:
     def intended(self) -> Callable[..., tuple[Tensor, ...]] | None:
         """The function whose gradient the author intends, as `function`; None for the operator's own derivative."""
         return self.function(op=self.intended_gradient) if self.intended_gradient else None
+
+    index = 0  # the sample's number
+    others: tuple[Sample, ...] = ()  # the operator's other samples
+    command: tuple[str, ...] = ()  # that runs the checks, for Python; empty in a program
 
 
 def _copied(x: Tensor, device: torch.device | str, storages: dict[int, Tensor]) -> Tensor:

@@ -11,6 +11,8 @@ import dis
 import functools
 import itertools
 import logging
+import os
+import re
 import signal
 import threading
 import time
@@ -154,14 +156,10 @@ def derived(op: Operator, device: str, dtype: torch.dtype, most: int = 3) -> lis
             if repr(sample) in seen:
                 continue
             seen.add(repr(sample))
-            copy = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
-            # The check `runs` reports an operator that raises SystemExit.
-            with warnings.catch_warnings(), torch.no_grad(), contextlib.suppress(SystemExit, GeneratorExit):
-                warnings.simplefilter("ignore")
-                op(*copy[0], **copy[1])
+            _try(op, sample, device)
             found.append(sample)
         except Exception as error:
-            refusal = last_line(error)
+            refusal = str(error) if isinstance(error, _Refused) else last_line(error)
         if len(found) == most:
             break
     if not found:
@@ -170,6 +168,36 @@ def derived(op: Operator, device: str, dtype: torch.dtype, most: int = 3) -> lis
             "give sample inputs"
         )
     return found
+
+
+class _Refused(Exception):  # noqa: N818 -- the message of another error, in a child
+    """The operator refuses a sample."""
+
+
+def _try(op: Operator, sample: Sample, device: str) -> None:
+    """Call the operator with a copy; in a forked child on the CPU, so that this process stays one where it has not run.
+
+    Raises:
+        Exception: the operator refuses the sample. The check `runs` reports one that ends the process or raises SystemExit.
+    """
+
+    def call() -> None:
+        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (sample.args, sample.kwargs))
+        with warnings.catch_warnings(), torch.no_grad(), contextlib.suppress(SystemExit, GeneratorExit):
+            warnings.simplefilter("ignore")
+            op(*args, **kwargs)
+
+    def said(answer: Callable[[Any], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            answer(last_line(error))
+
+    if torch.device(device).type != "cpu" or not hasattr(os, "fork"):
+        return call()
+    with contextlib.suppress(forked.Ended):
+        for refusal in forked.answers(said, 60):
+            raise _Refused(refusal)
 
 
 def _made_up(argument: Any, shapes: Any, position: Any, numbers: Any, device: str, dtype: torch.dtype) -> Any:
@@ -198,6 +226,20 @@ def _made_up(argument: Any, shapes: Any, position: Any, numbers: Any, device: st
 
 
 # ---- the run ----
+
+# PyTorch's errors for what the package of a device does not have yet, and what that is.
+_LACKING = {
+    r"Could not run '(aten::[\w.]+)' with arguments from the '(?!CPU|Meta|Sparse|Quantized|Nested)\w+' backend": "{}",
+    r"module 'torch\.\w+' has no attribute '(\w*rng_state|manual_seed\w*|synchronize|current_\w+|device_count)'": "{}()",
+    r"register (PrivateUse1HooksInterface)": "{}",
+    r"use AMP with the `\w+` backend, but .*(get_amp_supported_dtype)": "{}()",
+}
+
+
+def lacking(sentence: str) -> str:
+    """What the package of a device lacks, according to an error of PyTorch; "" if that is not what it says."""
+    found = ((re.search(pattern, sentence), text) for pattern, text in _LACKING.items())
+    return next((text.format(match[1]) for match, text in found if match), "")
 
 
 def check(
@@ -334,13 +376,15 @@ class Checks:
     may_pass: list[str]  # of `known`
     intended_gradient: Callable[..., Any] | None = None
     trying: Callable[[str], None] = lambda inputs: None  # called with the inputs that a check tries
+    command: tuple[str, ...] = ()  # that runs them, for Python; empty in a program
     _case: tuple[int, Case, str] | None = None  # the sample's number, and why the operator refuses it
 
     def result(self, i: int, name: str) -> Result:
         """Run one check on one sample."""
         start = time.perf_counter()
         with _interrupts() as interrupts:
-            case, refusal = self._of_sample(i)
+            # `state` needs processes in which the operator has not run.
+            case, refusal = (self._new_case(i), "") if name == "state" else self._of_sample(i)
             if refusal and name != "runs":
                 outcome = Outcome("skip", f"{case.name} refuses this sample")
             elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
@@ -348,6 +392,8 @@ class Checks:
             else:
                 with preserved(self.report.device):
                     outcome = _run_check(CHECKS[name], case)
+                if outcome.status == "fail" and name != "runs" and (part := lacking(outcome.sentence)):
+                    outcome = Outcome("skip", f"the device lacks {part}")
             if interrupts:
                 raise KeyboardInterrupt
         seconds = round(time.perf_counter() - start, 4)
@@ -366,12 +412,15 @@ class Checks:
 
     def _of_sample(self, i: int) -> tuple[Case, str]:
         if self._case is None or self._case[0] != i:
-            case = Case(
-                self.op, self.samples[i], self.report.device, self.reference, derivative, self.intended_gradient
-            )
-            case.trying = self.trying
+            case = self._new_case(i)
             self._case = i, case, _refusal(case)
         return self._case[1:]
+
+    def _new_case(self, i: int) -> Case:
+        case = Case(self.op, self.samples[i], self.report.device, self.reference, derivative, self.intended_gradient)
+        case.trying = self.trying
+        case.index, case.others, case.command = i, (*self.samples[:i], *self.samples[i + 1 :]), self.command
+        return case
 
 
 @contextlib.contextmanager
@@ -473,8 +522,9 @@ def preserved(device: str) -> Iterator[None]:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             for each in kinds - {"cpu", "meta"}:
-                module = getattr(torch, each)
-                if not getattr(module, "_is_in_bad_fork", bool)():
+                module = getattr(torch, each, None)
+                numbers = hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
+                if numbers and not getattr(module, "_is_in_bad_fork", bool)():
                     stack.enter_context(torch.random.fork_rng(range(module.device_count()), device_type=each))
             yield
     finally:

@@ -116,12 +116,21 @@ def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = 
     Raises:
         Wrong, ValueError: the request is wrong.
     """
-    return prepare(
+    checks = prepare(
         *_asked(arguments), arguments.device, dtype=dtype_of(arguments.dtype), only=_names(arguments.only),
         skip=_names(arguments.skip), reference=_named(arguments.reference) if arguments.reference else None,
         intended_gradient=_named(arguments.intended_gradient) if arguments.intended_gradient else None,
         started=started,
     )  # fmt: skip
+    words = ["-m", "openreg_tools", "check", arguments.op, "--quiet", f"--dtype={arguments.dtype}"]
+    words += [f"--{name}={given}" for name in ("device", "samples", "reference") if (given := getattr(arguments, name))]
+    words += [
+        f"--{name}={each}"
+        for name, given in (("input", arguments.input), ("import", arguments.modules))
+        for each in given
+    ]
+    checks.command = tuple(words)
+    return checks
 
 
 def _generated(report: Report, arguments: argparse.Namespace) -> None:

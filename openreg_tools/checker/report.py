@@ -116,6 +116,14 @@ class Report:
                     result.status, result.remedy = "fail", "take it off the list of known failures"
                     result.sentence = f"{self.operator} was known to fail this check, but no longer does: {known[name]}"
 
+        lacks = "the device lacks "
+        if parts := dict.fromkeys(
+            r.sentence.removeprefix(lacks) for r in self.results if r.status == "skip" and r.sentence.startswith(lacks)
+        ):
+            self.notes.append(
+                f"The package of the device lacks {', '.join(parts)}: the checks that need them were skipped."
+            )
+
     def raise_if_failed(self) -> None:
         """Raises:
         AssertionError: a check failed; its text is the report.

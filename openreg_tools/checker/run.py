@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Prepare = Callable[..., "Checks"]  # takes `started`, which is called with the report before the samples are made
 ENDS = 20  # how often the operator may end its process before the remaining checks are skipped
 HANGS = 2  # how often it may hang
+ALONE = ("state",)  # the checks that need a process in which the operator has not run
 
 
 def in_process(checks: Checks, seconds: float, progress: Callable[[str], None]) -> Report:
@@ -31,7 +32,7 @@ def in_process(checks: Checks, seconds: float, progress: Callable[[str], None]) 
     report, began = checks.report, time.perf_counter()
     host = report.device == "cpu" and hasattr(os, "fork")
     with forked.at_most() if host else contextlib.nullcontext(), checks.preserved():
-        for i, name in report.planned():
+        for i, name in sorted(report.planned(), key=lambda each: each[1] not in ALONE):
             progress(_where(report, i, name))
             rehearsed = _rehearsed(checks, i, name, seconds) if host and name in UNUSUAL else None
             report.results.append(rehearsed or checks.result(i, name))
@@ -86,7 +87,9 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
         torch.empty(0, device=checks.report.device)  # a device reserves its memory before there is a limit
         with forked.at_most(), checks.preserved():
             checks.trying = lambda inputs: answer({"trying": inputs})
-            for i, name in planned[len(report.results) :] if report else checks.report.planned():
+            for k, (i, name) in enumerate(planned[len(report.results) :] if report else _ordered(checks.report)):
+                if k and name in ALONE:
+                    return  # another child goes on
                 answer({"at": [i, name]})
                 result = Result(name, i, "skip", stopped[i]) if i in stopped else checks.result(i, name)
                 answer({"result": dataclasses.asdict(result)})
@@ -101,7 +104,7 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
                     started = Report(**said["started"])
                 if "ready" in said and report is None:
                     report, listed = Report(**said["ready"]), said
-                    planned = list(report.planned())
+                    planned = _ordered(report)
                 if "at" in said:
                     at, trying, since = tuple(said["at"]), "", time.perf_counter()
                     progress(_where(report, *at))
@@ -109,7 +112,8 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
                 if "result" in said:
                     report.results.append(Result(**said["result"]))
                     at = None
-            break
+            if len(report.results) == len(planned):
+                break
         except forked.Ended as error:
             if report is None:
                 if started is None:  # the operator has no part in this
@@ -131,6 +135,10 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
     report.finish(listed.get("known", {}), listed.get("may_pass", []))
     report.seconds = time.perf_counter() - began
     return report
+
+
+def _ordered(report: Report) -> list[tuple[int, str]]:
+    return sorted(report.planned(), key=lambda each: each[1] in ALONE)
 
 
 def _where(report: Report, i: int, name: str) -> str:

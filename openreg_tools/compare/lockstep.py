@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openreg_tools import backends, forms
+from openreg_tools import backends, dispatch, forms
 from openreg_tools.compare.copies import (
     Arguments,
     Copies,
@@ -182,8 +182,17 @@ class Lockstep(TorchDispatchMode):
         return out
 
     def _synchronize(self) -> None:
-        if self.type not in ("cpu", "meta"):
+        if self.type in ("cpu", "meta") or self._module is None:
+            return
+        try:
             self._module.synchronize()
+        except dispatch.LACKS as error:
+            if not dispatch.is_lacking(error):
+                raise
+            self._module = None
+            self.result.note(
+                f"{self.type} has no synchronize(): an error in its queued work may be blamed on a later operator."
+            )
 
     def _raises_too(
         self, func: OpOverload, of: Facts, arguments: Arguments | None, state: Tensor | None, error: Exception

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from openreg_tools import dispatch
 from openreg_tools.conformance import asynchronous, opinfo
 
 CHECK = "freed"
@@ -73,7 +74,7 @@ def compare(
                 warnings.simplefilter("ignore")
                 try:
                     call(move)
-                    torch.accelerator.synchronize(move.device)
+                    dispatch.synchronize(move.device)
                 except Exception as error:
                     if "INTERNAL ASSERT" in str(error):
                         message = f"{what}, tensor {which} without memory: {opinfo.first_line(error)}"

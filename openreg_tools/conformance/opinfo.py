@@ -203,8 +203,10 @@ def seed(device: str) -> None:
     """Seed the generators of the CPU and of a device. torch.manual_seed also queues calls for devices that are not in use."""
     torch.default_generator.manual_seed(SEED)
     if torch.device(device).type not in ("cpu", "meta"):
-        module = torch.get_device_module(device)
-        getattr(module, "manual_seed_all", module.manual_seed)(SEED)
+        module = getattr(torch, torch.device(device).type, None)
+        seeds = [getattr(module, name) for name in ("manual_seed_all", "manual_seed") if hasattr(module, name)]
+        for function in seeds[:1]:  # a device without a generator has neither
+            function(SEED)
 
 
 def run(call: Callable[[Mover], Any], device: str, requires_grad: bool = False) -> Outcome:

@@ -68,7 +68,7 @@ def called(name: str, call: Call, move: Move, _: opinfo.Mover) -> Any:
     with forked.at_most(BYTES):
         out, written = schemas._call(name, call, move)
         if move.device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(move.device)
+            dispatch.synchronize(move.device)
     return (out, written), move
 
 

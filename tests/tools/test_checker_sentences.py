@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import ctypes
 import functools
 import importlib
 import re
@@ -226,6 +227,43 @@ def shares_a_buffer(x):
     BUFFER.copy_(x)
     time.sleep(0.001)
     return BUFFER.clone()
+
+
+BUFFERS = {}
+DRAWS = "(Tensor x, Generator? g=None) -> Tensor"
+
+
+def buffer_for(x):
+    return BUFFERS.setdefault((x.shape, x.dtype), torch.empty_like(x)).copy_(x)
+
+
+def doubles_once(x, memo={}):  # noqa: B006 -- it keeps the tensors, so that no other gets the address of one
+    return memo.setdefault(x.data_ptr(), (x, x * 2))[1].clone()
+
+
+def of_the_first_device(x, memo={}):  # noqa: B006
+    return x * (2 if memo.setdefault("device", x.device.type) == x.device.type else 3)
+
+
+def by_the_number_of_dtypes(x, memo=set()):  # noqa: B006
+    memo.add(x.dtype)
+    return x * len(memo)
+
+
+def unseeded():
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
+def on_the_default_stream(x):
+    with torch.openreg.stream(torch.openreg.default_stream(x.device)):
+        return x * 2
+
+
+def first_of(x, at_once):
+    """The first element, read on the host: at once, or after waiting for the stream."""
+    return ctypes.c_float.from_address(x.data_ptr()).value if at_once else x.flatten()[0].item()
 
 
 def stuck(x):
@@ -514,6 +552,18 @@ TABLE = [
            backward=lambda ctx, g: g * 2 if g.numel() else g.new_ones(3, 3)),
     Broken("large", "given inputs whose dimensions of size … are … long, … , which one thread gives", of_threads),
     # machine
+    Broken("stream", "it runs aten::mul.Tensor on the default stream, and the caller's stream does not wait for it",
+           on_the_default_stream, key="PrivateUse1", device="openreg"),
+    Broken("stream", "on another stream it does not wait for the work before it: output 0 differs",
+           lambda x: x * first_of(x, at_once=stream_id(x)), key="PrivateUse1", device="openreg"),
+    Broken("devices", "output 0 is on openreg:0, but the arguments are on openreg:1",
+           lambda x: torch.empty(x.shape, device="openreg").copy_(x), key="PrivateUse1", device="openreg"),
+    Broken("devices", "is the current device, it does not wait for the stream of openreg:1: output 0 differs",
+           lambda x: x * first_of(x, at_once=x.device.index), key="PrivateUse1", device="openreg"),
+    Broken("devices", "on openreg:1, while openreg:0 is the current device, it raised RuntimeError: aten::add",
+           lambda x: x + torch.ones(6, device="openreg"), key="PrivateUse1", device="openreg"),
+    Broken("launch", "its kernel computes on the host: called before its arguments' values have arrived",
+           lambda x: x * first_of(x, at_once=True), key="PrivateUse1", device="openreg"),
     Broken("stream", "on another stream output 0 differs … , which the default stream gives",
            lambda x: x + stream_id(x), key="PrivateUse1", device="openreg"),
     Broken("stream", "on another stream the gradient of differentiable argument 0 differs … , which the default stream "
@@ -523,6 +573,31 @@ TABLE = [
     Broken("poison", "bytes instead of 0x5A, gradient 0", double, backward=lambda ctx, g: unwritten(g) * 2),
     Broken("determinism", "the same call again gives a different result: result 0 differs", noise),
     Broken("determinism", "the same call again rounds differently: result 0 differs", drifts, status="warn"),
+    Broken("generator", "with equal generators as g it gives different numbers: it draws from the global generator of cpu",
+           lambda x, g=None: x + torch.rand(x.shape), schema=DRAWS),
+    Broken("generator", "given a generator as g, it also draws from the global generator of cpu",
+           lambda x, g=None: x + torch.rand(x.shape, generator=g) + 0 * torch.rand(()), schema=DRAWS),
+    Broken("generator", "the state of the generator g is the same after the call, so the next call gives the same numbers "
+           "again", lambda x, g=None: x + torch.rand(x.shape, generator=g and g.clone_state()), schema=DRAWS),
+    Broken("generator", "without g, its numbers do not follow torch.manual_seed",
+           lambda x, g=None: x + torch.rand(x.shape, generator=g or unseeded()), schema=DRAWS),
+    Broken("generator", "with any generator as g it gives the same numbers",
+           lambda x, g=None: x * 2 if g else x + torch.rand(x.shape), schema=DRAWS),
+    Broken("generator", "neither g nor torch.manual_seed changes its numbers", lambda x, g=None: x * 2, schema=DRAWS,
+           inputs=(*NUMBERS, torch.Generator())),
+    Broken("state", "after a call with the sample …, a call with … gives another result: output 0 differs …, which a new "
+           "process gives", lambda x, memo={}: x * memo.setdefault("rows", x.shape[0])),  # noqa: B006
+    Broken("state", "after a call on openreg, a call on the CPU gives output 0 differs", of_the_first_device,
+           key="CompositeExplicitAutograd", device="openreg"),
+    Broken("state", "after other calls, a call with … gives output 0 differs", by_the_number_of_dtypes, key="PrivateUse1",
+           device="openreg"),
+    Broken("state", "a later call, with …, changes what an earlier one returned: output 0 differs", buffer_for),
+    Broken("state", "a later backward, with …, changes what an earlier one returned: the gradient", double,
+           backward=lambda ctx, g: buffer_for(g).mul_(2)),
+    Broken("state", "if another forward, with …, comes between forward and backward, the gradient", lambda x: x * x / 2,
+           setup=lambda ctx, inputs, output: BUFFERS.update(x=inputs[0]), backward=lambda ctx, g: g * BUFFERS["x"]),
+    Broken("state", "after its arguments were changed in place, output 0 differs …, which the same values in other tensors give",
+           doubles_once),
     Broken("threads", "four threads that call it on separate inputs do not end", stuck),
     Broken("threads", "called from four threads on separate inputs, output 0 differs", shares_a_buffer),
     # programs

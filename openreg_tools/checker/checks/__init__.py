@@ -18,6 +18,8 @@ from openreg_tools.checker.checks import (
     machine,
     programs,
     registration,
+    state,
+    streams,
     transforms,
     unbacked,
     values,
@@ -72,17 +74,21 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
         inputs.sizes,
         inputs.large_strides,
         inputs.half_precision,
-        machine.stream,
+        streams.stream,
+        streams.devices,
+        streams.launch,
         machine.poison,
         machine.determinism,
-        machine.threads,
+        state.generator,
+        state.state,
+        state.threads,
         machine.overhead,
     )
 }
 
 # The checks that also apply to sparse and other tensors without strides.
 ANY_LAYOUT = {"runs", "reference", "opcheck_faketensor", "backward", "jit_trace", "jit_script", "copies", "determinism",
-              "threads", "poison", "overhead"}  # fmt: skip
+              "generator", "threads", "poison", "overhead"}  # fmt: skip
 
 # The checks that call the kernel with sizes, strides, dtypes or values that the author did not give.
 UNUSUAL = {name for name, check in CHECKS.items() if check.__module__ == inputs.__name__}
@@ -91,4 +97,4 @@ UNUSUAL |= {"schema", "fake_layouts", "fake_dtypes", "fake_errors", "fake_number
 # The checks that take longer than a few hundredths of a second; `--only fast` leaves them out.
 SLOW = {"opcheck_schema", "opcheck_autograd_registration", "opcheck_faketensor", "opcheck_aot_dispatch_dynamic", "compile", "compile_unbacked", "fake_unbacked", "export",
         "export_unbacked", "forward_ad", "func_grad", "vmap_grad", "dtensor", "jit_trace", "large", "determinism", "threads",
-        "overhead"}  # fmt: skip
+        "stream", "devices", "launch", "state", "overhead"}  # fmt: skip

@@ -287,7 +287,9 @@ def _slices(tensors: Sequence[Tensor]) -> list[Tensor]:
         mine = [i for i, x in enumerate(tensors) if x.dtype == dtype and x.layout == torch.strided and x.numel()]
         if len(mine) > 1:
             flat = [tensors[i].reshape(-1) for i in mine]
-            parts = torch.cat([piece for x in flat for piece in (x, x[:1])]).split([n for x in flat for n in (len(x), 1)])
+            parts = torch.cat([piece for x in flat for piece in (x, x[:1])]).split(
+                [n for x in flat for n in (len(x), 1)]
+            )
             for i, part in zip(mine, parts[::2], strict=True):
                 out[i] = part.view(tensors[i].shape)
     return out

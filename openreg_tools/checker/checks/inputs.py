@@ -88,7 +88,10 @@ def layouts(case: Case) -> str | None:
             outs = in_place(case, tensors)
         except Exception as error:
             if name in CONTIGUOUS and not _by_design(error):
-                fail(f"{case.name}: for {inputs} it raised {last_line(error)}, which other contiguous inputs do not", remedy)
+                fail(
+                    f"{case.name}: for {inputs} it raised {last_line(error)}, which other contiguous inputs do not",
+                    remedy,
+                )
             refusals.append(_clear(case, error, inputs))
             continue
         ties = name == "expanded" and picks(case)
@@ -414,7 +417,9 @@ def _around(call: _Forward, full: int) -> str:
                 local = local and not where.any()
     local = local and all(moved.values())
     depends = [
-        changed.numel() > 0 and bool(changed.all()) and (differentiable(out) or not any(map(differentiable, aligned.inputs)))
+        changed.numel() > 0
+        and bool(changed.all())
+        and (differentiable(out) or not any(map(differentiable, aligned.inputs)))
         for changed, out in zip(aligned.of_all(), aligned.outs, strict=True)
     ]
 
@@ -438,7 +443,10 @@ def _around(call: _Forward, full: int) -> str:
                         _REMAINDER,
                     )
             if wrong := differs(call([offset(x) for x in odd.inputs]), odd.outs, call.what):
-                fail(f"{case.name}: {inputs}, {wrong} if NaN surrounds them in memory: it reads past their ends", _REMAINDER)
+                fail(
+                    f"{case.name}: {inputs}, {wrong} if NaN surrounds them in memory: it reads past their ends",
+                    _REMAINDER,
+                )
             if local and (wrong := differs(odd.outs, start(n), call.what)):
                 fail(f"{case.name}: {inputs}, {wrong}, with which the result for longer inputs begins", _REMAINDER)
             if n in _SHORT:  # too few to say that each matters
@@ -493,8 +501,12 @@ def _apart_and_near(case: Case, some: list[int], columns: bool) -> str:
     remedy = "compute offsets in 64 bits (int64_t; .to(tl.int64) in Triton), or copy first (x.contiguous())"
     reason = ""
     for step in (2**32, 2**31 - 2**20):
-        near, far = ([_apart(x, columns, by) if i in some else x for i, x in enumerate(case.fresh())] for by in (0, step))
-        inputs = f"{', '.join(case.names[i] for i in some)} with {'columns' if columns else 'rows'} {step} elements apart"
+        near, far = (
+            [_apart(x, columns, by) if i in some else x for i, x in enumerate(case.fresh())] for by in (0, step)
+        )
+        inputs = (
+            f"{', '.join(case.names[i] for i in some)} with {'columns' if columns else 'rows'} {step} elements apart"
+        )
         try:
             expected = in_place(case, near)
         except Exception as error:
@@ -563,7 +575,10 @@ def half_precision(case: Case) -> str | None:
     tried, reasons, begin = [], [], time.thread_time()
     for size in sizes_of(tensors)[:3]:
         long = max(size, 4096)
-        if any(x.numel() * (long / size) ** x.shape.count(size) > 2**19 for x in tensors) or time.thread_time() - begin > 2:
+        if (
+            any(x.numel() * (long / size) ** x.shape.count(size) > 2**19 for x in tensors)
+            or time.thread_time() - begin > 2
+        ):
             continue
         with contextlib.suppress(Exception):
             if sum(x.numel() for x in run_fake(case, resized(tensors, size, long))[1]) > 2**21:
@@ -628,8 +643,12 @@ def _moved(call: _Forward, inputs: list[Tensor], expected: list[Tensor], dtype: 
     for signs in (1, -1):
         scales = [signs ** torch.arange(x.numel(), device=x.device).view(x.shape) for x in inputs]
         others = zip(inputs, scales, strict=True)
-        results.append(call([x * (1 + torch.finfo(dtype).eps * by) if x.is_floating_point() else x for x, by in others]))
+        results.append(
+            call([x * (1 + torch.finfo(dtype).eps * by) if x.is_floating_point() else x for x, by in others])
+        )
     with torch.autograd.graph.saved_tensors_hooks(rounded, lambda x: x):
         results.append(call(inputs))
-    differences = [[(a.double() - b.double()).abs().cpu() for a, b in zip(each, expected, strict=True)] for each in results]
+    differences = [
+        [(a.double() - b.double()).abs().cpu() for a, b in zip(each, expected, strict=True)] for each in results
+    ]
     return [torch.stack(each).amax(0) for each in zip(*differences, strict=True)]

@@ -1,10 +1,9 @@
-"""Checks of the machine's side: streams, memory, threads, time."""
+"""Checks of the machine's side: memory, number of threads, time."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,27 +12,8 @@ import torch
 from torch import Tensor
 
 from openreg_tools import backends
-from openreg_tools.checker.case import Case, gradients, last_line
-from openreg_tools.checker.checks.common import differs, fail, plain, resized, scaled, sizes_of, skip, warn
-
-
-def stream(case: Case) -> str | None:
-    """On another stream it gives the same results as on the default one."""
-    if case.device.type in ("cpu", "meta"):
-        skip(f"{case.device.type} has no streams")
-    side = torch.Stream(device=case.device)
-    tensors = case.fresh()
-    side.wait_stream(torch.accelerator.current_stream(case.device))
-    with side:
-        outs = plain(case, tensors)
-        grads = gradients(case.run, case.fresh(grad=True), case.wanted) if case.derivative.status == "pass" else []
-    side.record_event().synchronize()
-    remedy = "launch on the current stream of the tensors' device, not on the default one"
-    if wrong := differs(outs, case.expected):
-        fail(f"{case.name}: on another stream {wrong}, which the default stream gives", remedy)
-    if grads and (wrong := differs(grads, case.gradients, "the gradient of differentiable argument")):
-        fail(f"{case.name}: on another stream {wrong}, which the default stream gives", remedy)
-    return None
+from openreg_tools.checker.case import Case, gradients
+from openreg_tools.checker.checks.common import differs, fail, plain, resized, sizes_of, warn
 
 
 @contextlib.contextmanager
@@ -109,51 +89,6 @@ def determinism(case: Case) -> str | None:
                 fail(f"{case.name}: {what} gives a different result: {wrong}", remedy)
             if wrong := differs(again, first, "result", exact=True):
                 warn(f"{case.name}: {what} rounds differently: {wrong}", remedy)
-    return None
-
-
-PATIENCE = 120  # seconds that threads get to end
-
-
-def threads(case: Case) -> str | None:
-    """Concurrent calls from four threads give one thread's results, on separate and on shared inputs."""
-    if case.seeded:
-        skip("its numbers are random, and the generator is shared")
-    distinct = [[scaled(x, s) for x in case.fresh()] for s in (1.0, 0.75, 1.25, 1.5)]
-    shared = case.fresh()
-    wrongs: list[str] = []
-    start = threading.Barrier(4)
-
-    def work(tensors: list[Tensor], expected: list[Tensor], what: str) -> None:
-        try:
-            start.wait(60)
-            for _ in range(8):
-                if wrong := differs(plain(case, tensors), expected):
-                    wrongs.append(f"on {what}, {wrong}, which one thread alone gives")
-                    return
-        except BaseException as error:  # a thread that raises SystemExit ends without a word
-            wrongs.append(f"on {what}, a call raised {last_line(error)}")
-
-    for what, inputs in (("separate inputs", distinct), ("shared inputs", [shared] * 4)):
-        alone = [plain(case, tensors) for tensors in inputs]
-        workers = [
-            threading.Thread(target=work, args=(tensors, expected, what), daemon=True)
-            for tensors, expected in zip(inputs, alone, strict=True)
-        ]
-        for worker in workers:
-            worker.start()
-        until = time.monotonic() + PATIENCE
-        for worker in workers:
-            worker.join(max(0.0, until - time.monotonic()))
-        if any(worker.is_alive() for worker in workers):
-            fail(
-                f"{case.name}: four threads that call it on {what} do not end", "look for a lock that is acquired twice"
-            )
-        if wrongs:
-            fail(
-                f"{case.name}: called from four threads {wrongs[0]}",
-                "keep no state between calls (static buffers, module globals), or protect it with a lock",
-            )
     return None
 
 

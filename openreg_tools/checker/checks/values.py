@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, Outcome, attached, cotangents, gradients, last_line, small
+from openreg_tools.checker.case import Case, attached, cotangents, gradients, last_line, small
 from openreg_tools.checker.checks.common import (
     differs,
     fail,
@@ -23,7 +23,6 @@ from openreg_tools.checker.checks.common import (
     plain,
     reference_of,
     refused,
-    scaled,
     skip,
     storage_of,
     tolerance,
@@ -167,7 +166,9 @@ def _schema_of(case: Case, tensors: list[Tensor], which: str) -> None:
         # A list's annotation does not name a set: its tensors may alias any annotated argument.
         sharing = [k for k, storage in enumerate(storages) if storage == mine]
         shared = any(
-            info is not None and infos[k] is not None and bool(not info.before_set or info.before_set & infos[k].before_set)
+            info is not None
+            and infos[k] is not None
+            and bool(not info.before_set or info.before_set & infos[k].before_set)
             for k in sharing
         )
         if sharing and not shared:

@@ -65,11 +65,12 @@ def define(
     setup: Callable[..., Any] = lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     vmap: Callable[..., Any] | None = None,
     tags: Sequence[torch.Tag] = (),
+    key: str = "CompositeExplicitAutograd",
 ) -> Any:
-    """An operator of the namespace "mistakes" with one kernel for all devices."""
+    """An operator of the namespace "mistakes" with one kernel, by default for all devices."""
     name = f"mistakes::{schema.partition('(')[0]}"
     LIBRARY.define(schema, tags=tags)
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, kernel, key)
     if fake:
         torch.library.register_fake(name, fake, lib=LIBRARY)
     if backward:

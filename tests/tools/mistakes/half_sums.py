@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from mistakes import Example, define, right, wrong
 from torch import Tensor
+
+from mistakes import Example, define, right, wrong
 
 
 def _sum(x, dim, lanes=1):
@@ -14,7 +15,9 @@ def _sum(x, dim, lanes=1):
     for part in x[: x.shape[0] // lanes * lanes].view(-1, lanes, *x.shape[1:]):
         total = total + part
     for element in (*x[x.shape[0] // lanes * lanes :], *total[1:]):
-        total = total + element * torch.nn.functional.pad(total.new_ones(1), (0, lanes - 1)).view(-1, *[1] * (x.dim() - 1))
+        total = total + element * torch.nn.functional.pad(total.new_ones(1), (0, lanes - 1)).view(
+            -1, *[1] * (x.dim() - 1)
+        )
     return total[0]
 
 
@@ -45,11 +48,15 @@ def dot_of_columns():
     """Two arguments, and the sum runs over the first dimension."""
 
     def kernel(x, y):
-        torch._check(x.shape == y.shape and x.dtype == y.dtype, lambda: "dot_of_columns: expected equal shapes and dtypes")
+        torch._check(
+            x.shape == y.shape and x.dtype == y.dtype, lambda: "dot_of_columns: expected equal shapes and dtypes"
+        )
         return _sum(x * y, 0)
 
     def fake(x, y):
-        torch._check(x.shape == y.shape and x.dtype == y.dtype, lambda: "dot_of_columns: expected equal shapes and dtypes")
+        torch._check(
+            x.shape == y.shape and x.dtype == y.dtype, lambda: "dot_of_columns: expected equal shapes and dtypes"
+        )
         return x.new_empty(x.shape[1:])
 
     op = define("dot_of_columns(Tensor x, Tensor y) -> Tensor", kernel, fake,
@@ -63,11 +70,15 @@ def scale_with_a_half_weight_gradient():
     """Only the gradient of the weight."""
 
     def kernel(x, weight):
-        torch._check(x.dim() > 0 and x.dtype == weight.dtype and x.shape[-1:] == weight.shape, lambda: "weight does not fit x")
+        torch._check(
+            x.dim() > 0 and x.dtype == weight.dtype and x.shape[-1:] == weight.shape, lambda: "weight does not fit x"
+        )
         return (x * weight).contiguous()
 
     def fake(x, weight):
-        torch._check(x.dim() > 0 and x.dtype == weight.dtype and x.shape[-1:] == weight.shape, lambda: "weight does not fit x")
+        torch._check(
+            x.dim() > 0 and x.dtype == weight.dtype and x.shape[-1:] == weight.shape, lambda: "weight does not fit x"
+        )
         return x.new_empty(x.shape)
 
     reduce = define("half_weight_gradient(Tensor x) -> Tensor", lambda x: _sum(x, 0), lambda x: x.new_empty(x.shape[1:]),
@@ -90,7 +101,6 @@ def norm_that_adds_squares():
 
     op.register_fake(lambda x: x.new_empty(()))
     return Example(op, [(torch.rand(7),)])
-
 
 
 @right()

@@ -6,8 +6,9 @@ import ctypes
 import itertools
 
 import torch
-from mistakes import Example, define, right, wrong
 from torch import Tensor
+
+from mistakes import Example, define, right, wrong
 
 
 def _gather(x, offset):

@@ -8,7 +8,6 @@ from torch.library import custom_op
 
 from mistakes import LIBRARY, Example, define, right, wrong
 
-
 NUMBERS = torch.arange(24.0).reshape(4, 6) / 2 + 0.125  # not at a step, in half precision either
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from mistakes import LIBRARY, Example, define, right
 
+from mistakes import LIBRARY, Example, define, right
 from openreg_tools.samples import Sample
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mistakes import Example, define, right, wrong
-from torch import Tensor
 
 
 @wrong("schema", "layouts")

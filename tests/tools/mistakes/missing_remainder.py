@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from mistakes import LIBRARY, Example, define, right, wrong
 from torch import Tensor
+
+from mistakes import LIBRARY, Example, define, right, wrong
 
 
 def _vectors(n, width):
@@ -190,7 +191,9 @@ def only_multiples_of_four():
         torch._check(x.dim() > 0 and x.shape[-1] % 4 == 0, lambda: "only_multiples_of_four: expected a multiple of 4")
         return x.new_empty(x.shape)
 
-    op = define("only_multiples_of_four(Tensor x) -> Tensor", kernel, fake, lambda ctx, g: g * ctx.saved_tensors[0].cos())
+    op = define(
+        "only_multiples_of_four(Tensor x) -> Tensor", kernel, fake, lambda ctx, g: g * ctx.saved_tensors[0].cos()
+    )
     return Example(op, [(torch.rand(3, 8),)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from mistakes import Example, define, right, without_gradient
 
 

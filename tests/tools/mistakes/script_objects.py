@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from mistakes import Example, define, right, without_gradient
 
+from mistakes import Example, define, right, without_gradient
 from openreg_tools.samples import Sample
 
 LINEAR = "__torch__.torch.classes.quantized.LinearPackedParamsBase"

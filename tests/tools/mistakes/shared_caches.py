@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from mistakes import Example, define, right
 from torch import Tensor
+
+from mistakes import Example, define, right
 
 
 @right()

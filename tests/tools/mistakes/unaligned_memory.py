@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from mistakes import LIBRARY, Example, define, right, wrong
 from torch import Tensor
+
+from mistakes import LIBRARY, Example, define, right, wrong
 
 
 def _at(pointer, x):
@@ -87,7 +88,9 @@ def writes_at_the_storage():
 
     @torch.library.custom_op("mistakes::writes_at_the_storage", mutates_args=("cache",))
     def op(cache: Tensor, x: Tensor) -> None:
-        torch._check(cache.is_contiguous() and cache.shape == x.shape, lambda: "expected a contiguous cache of x's shape")
+        torch._check(
+            cache.is_contiguous() and cache.shape == x.shape, lambda: "expected a contiguous cache of x's shape"
+        )
         cache.as_strided(cache.shape, cache.stride(), 0).copy_(x)
 
     op.register_fake(lambda cache, x: None)
