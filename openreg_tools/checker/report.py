@@ -30,12 +30,17 @@ MEANINGS = {
 # Which part of an operator a check tests, in the order in which a report names one check for a cause. A check that is
 # not listed tests what no other does.
 PARTS = {
-    "kernel": "runs schema opcheck_schema layouts empty zero_dim large stream poison determinism threads reference".split(),
-    "backward": "backward gradcheck gradgradcheck forward_ad func_grad".split(),
-    "fake kernel": "fake_layouts fake_dtypes fake_dynamic fake_unbacked opcheck_faketensor".split(),
+    "kernel": (
+        "runs schema opcheck_schema state threads generator determinism poison stream devices layouts sizes large_strides "
+        "empty zero_dim large half_precision reference"
+    ).split(),
+    "backward": (
+        "saved_tensors backward gradcheck frozen_arguments broadcast_gradients gradient_layouts gradgradcheck forward_ad func_grad"
+    ).split(),
+    "fake kernel": "fake_layouts fake_dtypes fake_dynamic fake_numbers fake_unbacked opcheck_faketensor".split(),
     # These run several parts, so they also fail where one of the parts is wrong.
     "program": (
-        "opcheck_aot_dispatch_dynamic compile compile_unbacked export export_unbacked functionalization vmap vmap_grad "
+        "compile compile_unbacked export export_unbacked opcheck_aot_dispatch_dynamic functionalization vmap vmap_grad "
         "jit_trace jit_script copies dtensor"
     ).split(),
 }

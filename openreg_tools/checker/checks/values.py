@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, attached, cotangents, gradients, last_line, small
+from openreg_tools.checker.case import Case, attached, cotangents, differentiable, gradients, last_line, small
 from openreg_tools.checker.checks.common import (
     differs,
     fail,
