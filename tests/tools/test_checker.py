@@ -199,7 +199,9 @@ def not_differentiable():
 
 
 def test_backward_operator_without_autograd(not_differentiable):
-    sentence = caught(not_differentiable, [(torch.randn(4, 6, requires_grad=True),)], "gradgradcheck")
+    """A warning: double backward raises, but the error is about an operator that the program does not call."""
+    samples = [(torch.randn(4, 6, requires_grad=True),)]
+    sentence = caught(not_differentiable, samples, "gradgradcheck", status="warn")
     assert "its backward is not differentiable: it calls broken::square_backward, which has no derivative" in sentence
 
 
