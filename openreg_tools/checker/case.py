@@ -218,7 +218,28 @@ class Case:
 
     @functools.cached_property
     def derivative(self) -> Outcome:
-        """Whether the operator has a derivative: status pass, skip (nothing to differentiate), refused, or fail."""
+        """Whether the operator has a derivative: status pass, skip (nothing to differentiate), refused, or fail.
+
+        An operator may refuse the gradients of some arguments, such as a table of cosines. `wanted` then loses these, unless
+        the sample asks for them.
+        """
+        whole = self._derivative()
+        if whole.status != "refused" or sum(self.wanted) == 1 or any(x.requires_grad for x in self.leaves):
+            return whole
+        every, found = self.wanted, []
+        for i, flag in enumerate(every):
+            self.wanted = [flag and i == j for j in range(len(every))]
+            found.append(self._derivative() if flag else whole)
+            if found[-1].status == "fail":
+                return found[-1]
+        self.wanted = [each.status == "pass" for each in found]
+        if any(self.wanted) and self._derivative().status == "pass":
+            refused = [n for n, flag, now in zip(self.names, every, self.wanted, strict=True) if flag and not now]
+            return Outcome("pass", f"it refuses the gradients of {', '.join(refused)}")
+        self.wanted = every
+        return whole
+
+    def _derivative(self) -> Outcome:
         try:
             self._differentiate(self)
         except Outcome as outcome:

@@ -151,6 +151,7 @@ def backward(case: Case) -> str | None:
     with torch.no_grad():
         if any(out.requires_grad for out in case.function(raw=True)(*case.fresh())):
             fail(f"{case.name}: an output requires a gradient under torch.no_grad()", "do not record a graph there")
+    return case.derivative.sentence or None
 
 
 def _wide_leaves(case: Case) -> tuple[list[Tensor], dict[str, float]]:

@@ -160,3 +160,31 @@ def saves_what_is_needed():
     op = define("saves_needed(Tensor x, Tensor w) -> Tensor", lambda x, w: (fits(x, w), (x * w).contiguous())[1], fake,
                 backward, setup)  # fmt: skip
     return Example(op, [(torch.rand(4, 6), torch.rand(6))])
+
+
+def turned(name, of_x):
+    """x turned by tables that have no gradient: asking for theirs is refused, and x's gradient is `of_x`."""
+
+    def refuse_or(ctx, g):
+        if any(ctx.needs_input_grad[1:]):
+            raise NotImplementedError(f"{name} has no gradient of cos and sin")
+        return of_x(g, *ctx.saved_tensors), None, None
+
+    op = define(
+        f"{name}(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+        lambda x, cos, sin: (x * cos + x.flip(-1) * sin).to(x.dtype).contiguous(),
+        lambda x, cos, sin: x.new_empty(torch.broadcast_shapes(x.shape, cos.shape, sin.shape)),
+        refuse_or,
+        lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
+    )
+    return Example(op, [(torch.rand(4, 6), torch.rand(4, 6), torch.rand(4, 6))])
+
+
+@right()
+def refuses_the_gradients_of_tables():
+    return turned("refuses_the_gradients_of_tables", lambda g, cos, sin: g * cos + (g * sin).flip(-1))
+
+
+@wrong("gradcheck", "func_grad", "vmap_grad")
+def refuses_those_of_tables_and_forgets_the_flip():
+    return turned("refuses_those_of_tables_and_forgets_the_flip", lambda g, cos, sin: g * cos + g * sin)
