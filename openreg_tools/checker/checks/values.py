@@ -304,7 +304,7 @@ def opcheck_autograd_registration(case: Case) -> str | None:
     if case.has_kernel(f"Autograd{case.key}", "Autograd", "CompositeImplicitAutograd"):
         return None
     torch._C._set_autograd_fallback_mode("nothing")
-    tensors = case.fresh(grad=True)
+    tensors = [x.detach() if i in case.written else x for i, x in enumerate(case.fresh(grad=True))]
     with contextlib.suppress(NotImplementedError):
         outs = case.function(raw=True)(*tensors)
         given = {id(x) for x in tensors}
