@@ -113,6 +113,8 @@ def _loops(case: Case, call: Callable[[], Any], remedy: str, said: str) -> tuple
         return call(), False
     except Exception as error:
         if "vmap fallback" not in str(error):
+            if "INTERNAL ASSERT" in str(error) and not case.has_kernel("FuncTorchBatched"):
+                limit("torch.vmap without a batching rule ends in an internal error of PyTorch")
             unless_generated(case, error, "torch.func")
             if "INTERNAL ASSERT" in str(error) and "functorch" in str(error):
                 limit(f"torch.vmap ends in an internal error of PyTorch, {said}")
