@@ -215,6 +215,39 @@ def in_memory_order(x):
     return (x.as_strided((x.numel(),), (1,), x.storage_offset()) * 2).reshape(x.shape)
 
 
+def aligned(x):
+    if x.is_contiguous() and type(x) is Tensor and x.data_ptr() % 16:
+        raise RuntimeError("misaligned address")
+    return x * 2
+
+
+def vectors_of(x, new):
+    """Only whole vectors of 8 elements are written."""
+    out, n = new(x.shape), x.numel() // 8 * 8
+    out.view(-1)[:n] = x.reshape(-1)[:n]
+    return out
+
+
+def reads_whole_vectors(x):
+    """The maximum of x and of what completes its last vector in memory."""
+    n = min(-(-x.numel() // 8) * 8, x.untyped_storage().nbytes() // x.element_size() - x.storage_offset())
+    whole = x.as_strided((n,), (1,), x.storage_offset()) if x.is_contiguous() and x.numel() else x
+    return x * (2 if not whole.isnan().any() else 3)
+
+
+def writes_around(x):
+    x.mul_(2)
+    if x.numel() and not x.is_contiguous():
+        x.as_strided((1,), (1,), 0).zero_()
+
+
+def sum_in_half(x):
+    total = torch.zeros_like(x[..., 0])
+    for i in range(x.shape[-1]):
+        total += x[..., i]
+    return total
+
+
 def of_threads(x):
     return x * (1 if x.numel() < 1000 or torch.get_num_threads() == 1 else 2)
 
@@ -544,6 +577,25 @@ TABLE = [
     Broken("layouts", "for inputs in permuted layout the gradient of differentiable argument 0 differs … , which "
            "contiguous inputs give", torch.sin,
            backward=lambda ctx, g: g * in_memory_order(ctx.saved_tensors[0])),
+    Broken("layouts", "for contiguous inputs that start one element into their storage, which is not aligned to 16 bytes it "
+           "raised RuntimeError: misaligned address, which other contiguous inputs do not", aligned),
+    Broken("layouts", "for contiguous inputs that start one element into their storage, which is not aligned to 16 bytes its "
+           "backward raised RuntimeError: misaligned address", double, backward=lambda ctx, g: g * aligned(ctx.saved_tensors[0])),
+    Broken("sizes", "output 0 differs in … elements: … if fresh memory is filled with 0x5A bytes: it does not write all of it",
+           lambda x: vectors_of(x, torch.empty)),
+    Broken("sizes", "output 0 differs in 7 of … elements: 0 instead of … at … , with which the result for longer inputs begins",
+           lambda x: vectors_of(x, torch.zeros)),
+    Broken("sizes", "output 0 differs … if NaN surrounds them in memory: it reads past their ends", reads_whole_vectors),
+    Broken("sizes", ", the last element of x has no effect on any output, but among 192 it has",
+           lambda x: x.reshape(-1)[: x.numel() // 8 * 8].sum(), fake=lambda x: x.new_empty(())),
+    Broken("sizes", ", the last element of output 0 is 0 for any input, but not of 192",
+           lambda x: vectors_of(x.reshape(-1).softmax(0).view(x.shape), torch.zeros)),
+    Broken("large_strides", "given x with rows 4294967296 elements apart, output 0 differs … , which near ones give",
+           lambda x: x.as_strided(x.shape, [s % 2**32 for s in x.stride()]) * 2),
+    Broken("large_strides", "given x with rows 4294967296 elements apart, it raised OverflowError",
+           lambda x: x * 2 if max(x.stride(), default=0) < 2**31 else (2**31).to_bytes(4, signed=True)),
+    Broken("half_precision", "output 0 differs from that of the same values in float32 by … of its largest element",
+           lambda x: x.cumsum(-1)[..., -1] if x.element_size() > 2 else sum_in_half(x), fake=lambda x: x.new_empty(x.shape[:-1])),
     Broken("zero_dim", "output 0 differs in 1 of 1 elements: 0 instead of 2 at [], which the reference gives", inputs=ONES,
            kernel=lambda x: x * [0, 1, 2][x.dim()], reference=double),
     Broken("zero_dim", "output 0 is float64 instead of float32, which the fake kernel gives",
@@ -662,6 +714,8 @@ TABLE = [
     Broken("schema", "it writes to x, as its schema says, but the version counter of x stays at 0, so autograd uses the "
            "changed x where it saved the old one, without an error", by_numpy, schema="(Tensor(a!) x) -> ()",
            fake=lambda x: None),
+    Broken("schema", "it writes to x, as its schema says, but also to memory around the elements of x (padded [4, 6])",
+           writes_around, schema="(Tensor(a!) x) -> ()", fake=lambda x: None),
     Broken("schema", "the schema says that output 0 is an alias of an input, but it has its own memory", inputs=ONES,
            kernel=lambda x: x.mul_(2) * 1, schema="(Tensor(a!) x) -> Tensor(a!)"),
     Broken("schema", "the schema says that output 0 is an alias of an input, but it has its own memory", double,

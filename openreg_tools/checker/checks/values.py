@@ -60,13 +60,12 @@ def schema(case: Case) -> str | None:
 
 def _scaled(tensors: list[Tensor], scale: float) -> list[Tensor]:
     """Floating-point tensors with values near `scale`, or with one of them, if it is not finite."""
-    out = []
+    if math.isfinite(scale):
+        return [scaled(x, scale, scale) for x in tensors]
     for x in tensors:
-        if differentiable(x) and x.numel() and x.layout == torch.strided:
-            x = x.clone() if math.isfinite(scale) else x.contiguous()
-            (x.mul_(scale).add_(scale) if math.isfinite(scale) else x.view(-1)[0].fill_(scale))
-        out.append(x)
-    return out
+        if differentiable(x) and x.numel():
+            x[(0,) * x.dim()] = scale
+    return tensors
 
 
 def _variants(case: Case) -> Iterator[tuple[str, list[Tensor]]]:
@@ -74,8 +73,8 @@ def _variants(case: Case) -> Iterator[tuple[str, list[Tensor]]]:
     yield "padded", [padded(x) for x in case.fresh()]
     if not any(map(differentiable, case.leaves)):
         return
-    small = sum(x.numel() for x in case.leaves) < 2**18
-    for dtype in (None, torch.float16, torch.bfloat16) if small else (None,):
+    few = sum(x.numel() for x in case.leaves) < 2**18
+    for dtype in (None, torch.float16, torch.bfloat16) if few else (None,):
         least, kind = math.inf, "" if dtype is None else f"{str(dtype).removeprefix('torch.')} "
         for scale in _SCALES:
             which = f"of {kind}values near {scale:g},"
