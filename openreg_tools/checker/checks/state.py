@@ -211,22 +211,17 @@ def _sample(case: Case, tensors: list[Tensor]) -> Sample:
 
 
 def _pairs(calls: list[_Call]) -> list[tuple[_Call, _Call]]:
-    """The sample with each other call, in a size of their own: for the usual sizes, a cache of this process may be filled."""
-    size = next(iter(sizes_of(calls[0].case.leaves)), None)
-    others = [call for call in calls[1:] if call.kind != "size"]
-    if size is None:
-        return []
-    return [
-        tuple(
-            _call(
-                f"{each.what}, in size {size + 7 + k}",
-                each.case,
-                _sample(each.case, resized(each.case.leaves, size, size + 7 + k)),
-            )
-            for each in (calls[0], other)
-        )
-        for k, other in enumerate(others)
-    ]
+    """The sample with each other call, in sizes of their own: for the usual sizes, a cache of this process may be filled."""
+    sizes = sorted(sizes_of(calls[0].case.leaves), reverse=True)
+
+    def grown(call: _Call, by: int) -> _Call:
+        tensors = call.case.leaves
+        for size in sizes:
+            tensors = resized(tensors, size, size + by)
+        return _call(f"{call.what}, in sizes larger by {by}", call.case, _sample(call.case, tensors))
+
+    others = [call for call in calls[1:] if call.kind != "size" and sizes]
+    return [(grown(calls[0], 7 + k), grown(other, 7 + k)) for k, other in enumerate(others)]
 
 
 def _varied(case: Case) -> Iterator[tuple[str, Any, Any, Sample]]:
