@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import time
 import traceback
@@ -95,6 +96,8 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
                 answer({"result": dataclasses.asdict(result)})
 
     while True:
+        if report and planned[len(report.results)][1] in ALONE:
+            importlib.import_module("torch._dynamo")  # a call of a custom_op imports it: once here, not in every child
         started, at, trying, since = None, None, "", time.perf_counter()
         try:
             for said in forked.answers(work, seconds):

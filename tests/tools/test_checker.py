@@ -1947,6 +1947,28 @@ def test_outputs_that_were_not_asked_for_are_none():
         assert len(Case(op, sample, "cpu", None, derivative).expected) == count
 
 
+READS_ON_THE_HOST = """
+import ctypes
+import torch
+import openreg_ops
+
+@torch.library.custom_op("reads::waits_first", mutates_args=(), device_types="openreg")
+def waits_first(x: torch.Tensor) -> torch.Tensor:
+    torch.openreg.synchronize()
+    return x * ctypes.c_float.from_address(x.data_ptr()).value
+"""
+
+
+@pytest.mark.processes
+def test_the_command_watches_the_accesses_of_the_host(tmp_path):
+    """An operator that waits for the stream gives the right numbers here, and none on an accelerator."""
+    (tmp_path / "reads.py").write_text(READS_ON_THE_HOST)
+    words = ("reads:waits_first", "--input", "f32[4,6]", "--device", "openreg", "--only", "launch", "--quiet")
+    result = python("-m", "openreg_ops", "check", *words, cwd=tmp_path)
+    said = " ".join(result.stdout.split())
+    assert result.returncode == 1 and "the host read device memory in a call" in said, said + result.stderr
+
+
 def test_the_check_of_streams_has_no_race():
     """It copies the inputs on the default stream."""
     with torch.openreg._sanitizer.sanitize():

@@ -637,7 +637,7 @@ TABLE = [
            lambda x, g=None: x * 2 if g else x + torch.rand(x.shape), schema=DRAWS),
     Broken("generator", "neither g nor torch.manual_seed changes its numbers", lambda x, g=None: x * 2, schema=DRAWS,
            inputs=(*NUMBERS, torch.Generator())),
-    Broken("state", "after a call with the sample …, a call with … gives another result: output 0 differs …, which a new "
+    Broken("state", "after a call with …, a call with the sample … gives another result: output 0 differs …, which a new "
            "process gives", lambda x, memo={}: x * memo.setdefault("rows", x.shape[0])),  # noqa: B006
     Broken("state", "after a call on openreg, a call on the CPU gives output 0 differs", of_the_first_device,
            key="CompositeExplicitAutograd", device="openreg"),

@@ -150,7 +150,7 @@ class _Call:
 
     what: str  # how it differs from the sample: "theta=7.5"
     case: Case
-    derived: bool = True  # the author did not give it
+    kind: str = ""  # "size" or "argument", if that differs
 
     def run(self, factor: float = 1) -> tuple[list[Tensor], list[Tensor | None]] | str:
         """The outputs, and the gradients under cotangents times a factor; or the error."""
@@ -178,31 +178,50 @@ def _copies(tensors: Sequence[Tensor | None]) -> list[Any]:
     return [x if x is None else x.detach().clone() for x in tensors]
 
 
+def _call(what: str, case: Case, sample: Sample, kind: str = "") -> _Call:
+    return _Call(what, Case(case.op, sample, str(case.device), None, lambda case: None), kind)
+
+
 def _calls(case: Case) -> list[_Call]:
-    """The sample, the operator's other samples, and the sample with other values, dtypes, sizes and arguments."""
-    device = str(case.device)
-
-    def call(what: str, sample: Sample, derived: bool = True) -> _Call:
-        return _Call(what, Case(case.op, sample, device, None, lambda case: None), derived)
-
-    def of(tensors: list[Tensor]) -> Sample:
-        args, kwargs = case.arguments(tensors)
-        return Sample(*args, **kwargs)
-
-    given = [call(f"the sample ({case.sample})", case.sample, False)]
-    given += [call(f"({sample})", sample, False) for sample in case.others[:8]]
-    calls = []
-    if any(map(differentiable, case.leaves)):
+    """The sample, the operator's other samples, and the sample with other values, sizes, arguments and dtypes."""
+    calls = [_call(f"the sample ({case.sample})", case, case.sample)]
+    calls += [_call(f"({sample})", case, sample) for sample in case.others[:8]]
+    floating = any(map(differentiable, case.leaves))
+    if floating:
         with torch.no_grad():
             others = [scaled(x, 0.75) for x in case.leaves]
-        calls.append(call("other values", of(_layout(case.leaves, others))))
-        dtype = torch.float64 if case.leaves[0].dtype != torch.float64 else torch.float32
-        calls.append(call(f"tensors of {str(dtype).removeprefix('torch.')}", of(case.fresh(dtype=dtype, device="cpu"))))
-    for size in sizes_of(case.leaves)[:3]:
+        calls.append(_call("other values", case, _sample(case, others)))
+    for size in sizes_of(case.leaves)[:2]:
         for new in (size + 1, max(1, size // 2)):
-            calls.append(call(f"size {new} instead of {size}", of(resized(case.leaves, size, new))))
-    calls += [call(f"{name}={other!r} instead of {value!r}", sample) for name, value, other, sample in _varied(case)]
-    return given + calls
+            sample = _sample(case, resized(case.leaves, size, new))
+            calls.append(_call(f"size {new} instead of {size}", case, sample, "size"))
+    for name, value, other, sample in itertools.islice(_varied(case), 8):
+        calls.append(_call(f"{name}={other!r} instead of {value!r}", case, sample, "argument"))
+    if floating:
+        dtype = torch.float64 if case.leaves[0].dtype != torch.float64 else torch.float32
+        name = str(dtype).removeprefix("torch.")
+        calls.append(_call(f"tensors of {name}", case, _sample(case, case.fresh(dtype=dtype, device="cpu"))))
+    return calls
+
+
+def _sample(case: Case, tensors: list[Tensor]) -> Sample:
+    made = (x.detach().requires_grad_(y.requires_grad) for x, y in zip(tensors, case.leaves, strict=True))
+    args, kwargs = case.arguments(made)
+    return Sample(*args, **kwargs)
+
+
+def _pairs(calls: list[_Call]) -> list[tuple[_Call, _Call]]:
+    """The sample with each other call, in sizes of their own: for the usual sizes, a cache of this process may be filled."""
+    sizes = sorted(sizes_of(calls[0].case.leaves), reverse=True)
+
+    def grown(call: _Call, by: int) -> _Call:
+        tensors = call.case.leaves
+        for size in sizes:
+            tensors = resized(tensors, size, size + by)
+        return _call(f"{call.what}, in sizes larger by {by}", call.case, _sample(call.case, tensors))
+
+    others = [call for call in calls[1:] if call.kind != "size" and sizes]
+    return [(grown(calls[0], 7 + k), grown(other, 7 + k)) for k, other in enumerate(others)]
 
 
 def _varied(case: Case) -> Iterator[tuple[str, Any, Any, Sample]]:
@@ -223,10 +242,6 @@ def _varied(case: Case) -> Iterator[tuple[str, Any, Any, Sample]]:
             yield each.name, value, other, Sample(*args, **kwargs)
 
 
-def _layout(tensors: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-    return [value.requires_grad_(x.requires_grad) for x, value in zip(tensors, values, strict=True)]
-
-
 def state(case: Case) -> str | None:
     """A result depends on the arguments alone, not on earlier or later calls."""
     if any(isinstance(each, torch.ScriptObject) for each in case.constants.values()):
@@ -234,16 +249,15 @@ def state(case: Case) -> str | None:
     importlib.import_module("torch._dynamo")  # which a call of a custom_op imports: once here, not in every child
     calls = _calls(case)
     if case.device.type == "cpu":
-        _orders(case, calls)
+        calls = _orders(case, calls)
     elif case.has_computed_kernel("CPU") and not any(isinstance(c, torch.device) for c in case.constants.values()):
         samples = [_on_cpu(sample) for sample in (case.sample, *case.others)]  # a child cannot use the device
         host = Case(case.op, samples[0], "cpu", None, lambda case: None)
         host.others = tuple(samples[1:])
-        on_host = _calls(host)
-        _orders(case, on_host)
-        alone = in_child(on_host[0].run)
+        on_host = _orders(host, _calls(host))
+        alone = in_child([on_host[0]])
         calls[0].run()
-        if alone and not isinstance(alone, str) and (wrong := _unlike(on_host[0].run(), alone)):
+        if alone and not isinstance(alone[0], str) and (wrong := _unlike(on_host[0].run(), alone[0])):
             fail(f"{case.name}: after a call on {case.device}, a call on the CPU gives {wrong}", KEY)
         calls.append(on_host[0])
     first = [call.run() for call in calls]
@@ -268,24 +282,38 @@ def _on_cpu(sample: Sample) -> Sample:
     return Sample(*args, **kwargs)
 
 
-def _orders(case: Case, calls: list[_Call]) -> None:
-    """Every call has the same result alone as among the others, in two orders. Each runs in a new child process."""
-    alone = {i: in_child(call.run) for i, call in enumerate(calls)}
-    chosen = [i for i in alone if alone[i] is not None]  # the others ended the process
-    answered = [i for i in chosen if not isinstance(alone[i], str)]  # the others are refused
-    for order in (chosen, chosen[::-1]):
-        got = in_child(lambda order=order: {i: calls[i].run() for i in order}) or {}
-        for i in (i for i in answered if i in got):
-            if not _unlike(got[i], alone[i]) or _unlike(alone[i], in_child(calls[i].run)):  # see determinism
-                continue
-            for k in (k for k in order if k != i):
-                pair = in_child(lambda i=i, k=k: (calls[k].run(), calls[i].run()))
-                if pair and (wrong := _unlike(pair[1], alone[i])):
-                    fail(
-                        f"{case.name}: after a call with {calls[k].what}, a call with {calls[i].what} gives another result: "
-                        f"{wrong}, which a new process gives",
-                        KEY,
-                    )
+def _orders(case: Case, given: list[_Call]) -> list[_Call]:
+    """Compare the results of calls in several orders, each of which has a new child process.
+
+    Returns:
+        The given calls that do not end the process.
+    """
+    pairs = _pairs(given)
+    calls = given + [call for pair in pairs for call in pair]
+    count = len(calls)
+    first = [0, len(given) - 1] + [i for i, call in enumerate(given) if call.kind == "argument"][:4]
+    first += [i for i, call in enumerate(given) if call.kind == "size"][:1]
+    orders = [[start, *(i for i in range(len(given)) if i != start)] for start in dict.fromkeys(first)]
+    orders += [[*range(len(given), count)], [i + 1 - 2 * (k % 2) for k, i in enumerate(range(len(given), count))]]
+    results: list[dict[int, Any]] = []
+    for order in orders:
+        results.append(dict(zip(order, in_child([calls[i] for i in order]), strict=False)))
+    for i in range(count):
+        got = [each[i] for each in results if i in each]
+        if not any(_unlike(one, got[0]) for one in got):
+            continue
+        alone, again = in_child([calls[i]]), in_child([calls[i]])
+        if not alone or not again or isinstance(alone[0], str) or _unlike(alone[0], again[0]):  # see determinism
+            continue
+        for k in (k for k in range(count) if k != i):
+            pair = in_child([calls[k], calls[i]])
+            if len(pair) == 2 and (wrong := _unlike(pair[1], alone[0])):
+                fail(
+                    f"{case.name}: after a call with {calls[k].what}, a call with {calls[i].what} gives another result: "
+                    f"{wrong}, which a new process gives",
+                    KEY,
+                )
+    return [call for i, call in enumerate(given) if not i or all(i in each for each in results[:-2])]
 
 
 def _unlike(got: Any, expected: Any) -> str:
@@ -353,18 +381,20 @@ def _changed_in_place(case: Case, call: _Call, other: _Call) -> None:
         )
 
 
-def in_child(function: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """What a function returns in a forked child; None if the child ended, or took longer."""
+def in_child(calls: Sequence[_Call], seconds: float = 30.0) -> list[Any]:
+    """The results of calls in a forked child, as far as it comes: one of them may end it."""
 
     def work(answer: Callable[[Any], None]) -> None:
-        data = io.BytesIO()
-        torch.save(function(), data)
-        answer(base64.b64encode(data.getvalue()).decode())
+        for call in calls:
+            data = io.BytesIO()
+            torch.save(call.run(), data)
+            answer(base64.b64encode(data.getvalue()).decode())
 
+    results = []
     with contextlib.suppress(forked.Ended):
         for said in forked.answers(work, seconds):
-            return torch.load(io.BytesIO(base64.b64decode(said)), weights_only=False)
-    return None
+            results.append(torch.load(io.BytesIO(base64.b64decode(said)), weights_only=False))
+    return results
 
 
 # ---- threads ----

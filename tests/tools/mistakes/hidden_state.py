@@ -143,7 +143,7 @@ def input_kept_in_a_global():
     return Example(op, [(X,)])
 
 
-@wrong("state")
+@wrong("state", devices=("cpu",))  # later, this process has its scratch
 def scratch_of_the_first_size():
     scratch = []
 
