@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import types
 import warnings
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -21,6 +23,8 @@ _REMEDIES = {
     "aten::copy_": "pin the host memory and pass non_blocking=True",
     "Stream.synchronize": "let a stream wait for it with wait_stream(), or wait later",
 }
+_mode = 0  # the program's, while a tool listens
+_listeners: list[Callable[[str], None]] = []
 _DATA_DEPENDENT = (
     "use a form that does not read device memory on the host, such as torch.where() for a mask, output_size= or "
     "num_classes= for a size, and indices on the device"
@@ -73,8 +77,28 @@ def _called_backward() -> types.FrameType | None:
     return None
 
 
+@contextlib.contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """While active, tells a tool each operation that waits; the program's own mode stays as it is."""
+    global _mode
+    if not _listeners:
+        _mode = _C.sync_debug_mode()
+    _listeners.append(listener)
+    _C.set_sync_debug_mode(_MODES.index("error") if _mode == _MODES.index("error") else _MODES.index("warn"))
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+        if not _listeners:
+            _C.set_sync_debug_mode(_mode)
+
+
 def _report(operation: str) -> None:
-    """Warn about an operation that is about to wait, or raise."""
+    """Tell the tools about an operation that is about to wait, and warn or raise."""
+    for listener in _listeners:
+        listener(operation)
+    if _listeners and _mode == _MODES.index("default"):
+        return
     node = torch._C._current_autograd_node()
     frame = _users(sys._getframe()) or _called_backward()  # autograd's threads have no user frames
     where = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""

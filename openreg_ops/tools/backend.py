@@ -125,10 +125,16 @@ class Openreg(Backend):
     sees = frozenset({"host", "race"})
     isolation = {"OPENREG_ISOLATION": "strict"}
     access = r"^openreg: the host (.*?):.*\n.*$"
-    hidden = FILES
+    hidden = (str(PACKAGE) + os.sep,)
+    watchers = FILES
 
     def races(self, found: Callable[[list[Any]], None]) -> contextlib.AbstractContextManager[Any]:
         return torch.openreg._sanitizer.sanitize(found)
+
+    def waits(self, found: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
+        from openreg_ops.openreg.sync_debug import listening
+
+        return listening(found)
 
     def fallbacks(self) -> int:
         from openreg_ops import _C

@@ -30,6 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device-forbid", metavar="KINDS", help="report these kinds too, and fail the run if one is found")
     group.addoption("--device-sync-budget", metavar="N", type=int,
                     help="fail a test in which the library waits for the device more than N times")  # fmt: skip
+    group.addoption("--device-allow-unseen", action="store_true",
+                    help="do not fail the run if a kind of misuse cannot be watched for on the device")  # fmt: skip
     group.addoption("--device-report", metavar="FILE", help="write what was found as JSON")
     parser.addini("device_names", "arguments of tests that are devices", type="args", default=["device"])
 
@@ -43,6 +45,13 @@ def pytest_load_initial_conftests(
     values = {value for option, value in zip(args, args[1:], strict=False) if option == "--device"}
     known = early_config.known_args_namespace
     known.file_or_dir = [path for path in known.file_or_dir if path not in values]
+    if {"all", "cuda"} & {kind.strip() for kind in f"{known.device_misuse},{known.device_forbid}".split(",")}:
+        from openreg_tools.pytest_plugin.misuse import noticing_decorators
+
+        session = lambda: early_config.pluginmanager.get_plugin("openreg_tools.pytest_plugin.session")  # noqa: E731
+        decorators = noticing_decorators(early_config.rootpath, lambda: getattr(session(), "watch", None))
+        decorators.__enter__()  # before a conftest.py imports what they decorate
+        early_config.add_cleanup(lambda: decorators.__exit__(None, None, None))
     result = yield
     missing = object()
     if early_config.getoption("--device", missing) is missing:  # else the suite has its own

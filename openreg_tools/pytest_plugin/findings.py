@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,50 @@ KINDS = {
     "sync": "the host waits for the device",
 }
 
+_ACCELERATOR = "torch.accelerator.current_accelerator()"
+# By kind: what to write instead, for findings whose `what` contains the pattern. The first that matches counts.
+_REMEDIES = {
+    "host": (("", "copy to the host first, with x.cpu() or x.numpy(force=True)"),),
+    "race": (
+        ("^the host", "call torch.accelerator.synchronize() before the host reads"),
+        ("", "let the stream wait first: stream.wait_stream(other)"),
+    ),
+    "mixed": (("", "create it with device=x.device, or move it with .to(x.device)"),),
+    "cuda": (
+        ("is_cuda", 'x.device.type != "cpu" is true on every accelerator'),
+        (r"\.cuda\(\)", "write .to(device), with the device that the caller uses"),
+        ("is_available|device_count", "ask torch.accelerator, which answers for any device"),
+        ("==|!=|startswith|^case|^.cuda\\W+(not )?in ", f'compare with "cpu", or with {_ACCELERATOR}.type'),
+        (" in |^allow-list", f"add {_ACCELERATOR}.type to the list"),
+        ("autocast|GradScaler|custom_[fb]wd", f"name the device: x.device.type, or {_ACCELERATOR}.type"),
+        ("nccl", "ask torch.distributed.get_default_backend_for_device(device)"),
+        ("DeviceMesh", f"name {_ACCELERATOR}.type"),
+        ("ProfilerActivity", "list every device's: torch.profiler.supported_activities()"),
+        ("table", 'sort by "device_time_total", which every device has'),
+        ("save_on_cpu", "pass device_type=x.device.type"),
+        ("FloatTensor|Tensor\"", "write .to(device, dtype)"),
+        (r"torch\.cuda", "ask torch.accelerator, or torch.get_device_module(device)"),
+        ("^device|^torch\\.\\w+\\(", f"take the device from the caller, or {_ACCELERATOR}"),
+        ("", "let the test take the device as an argument"),
+    ),
+    "pinned": (
+        ("^written", "wait for the copy before you write, or write to another buffer"),
+        ("", "pin the host memory, or leave out non_blocking=True"),
+    ),
+    "leak": (("", "limit the cache, or hold weak references; gc frees cycles"),),
+    "seed": (
+        ("has not seeded", "call torch.manual_seed() in the test, or pass a generator"),
+        ("", "pass device=x.device, or a generator that the caller gives"),
+    ),
+    "sync": (
+        ("falls back", "register a kernel of the operator for the device"),
+        ("^copy|^non_blocking", "copy later, or to pinned memory with non_blocking=True"),
+        ("depends on data", "use a form of fixed size: torch.where() for a mask"),
+        ("^synchronize", "let a stream wait with wait_stream(), or wait later"),
+        ("", "keep it in a tensor (torch.where for if), or read it later"),
+    ),
+}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -28,8 +74,12 @@ class Finding:
     kind: str  # one of KINDS
     what: str
     where: str  # "file.py:12"
-    test: str
+    test: str  # "" if the source of a file says it
     own: bool = False  # in the tests' own code
+
+    @property
+    def remedy(self) -> str:
+        return _remedy(self.kind, self.what)
 
 
 class Findings:
@@ -39,7 +89,14 @@ class Findings:
         self.counts: Counter[Finding] = Counter()
 
     def add(self, finding: Finding, count: int = 1) -> None:
-        self.counts[finding] += count
+        """Count a finding; one without a test comes from a file's source, which several processes may have read."""
+        self.counts[finding] = self.counts[finding] + count if finding.test else 1
+
+    def settle(self) -> None:
+        """Drop what a file's source says about lines that a test has reached."""
+        reached = {(finding.kind, finding.where) for finding in self.counts if finding.test}
+        for finding in [each for each in self.counts if not each.test and (each.kind, each.where) in reached]:
+            del self.counts[finding]
 
     def pack(self) -> list[list[Any]]:
         """As plain values, for another process; the packed findings are removed here."""
@@ -72,7 +129,12 @@ class Findings:
             own = sum(count for finding, count in self.counts.items() if finding.kind == kind and _let_off(finding))
             if lines:
                 out.append(f"{kind}: {title}")
-                out += [line for each in lines[:top] for line in _line(*each)]
+                groups: dict[str, list[tuple[int, str, str]]] = {}  # one remedy for lines that share it
+                for each in lines[:top]:
+                    groups.setdefault(_remedy(kind, each[1]), []).append(each)
+                for remedy, group in groups.items():
+                    out += [line for each in group for line in _line(*each)]
+                    out += textwrap.wrap(f"Remedy: {remedy}", 80, initial_indent=" " * 9, subsequent_indent=" " * 9)
                 if len(lines) > top:
                     out.append(f"         and {len(lines) - top} more (--device-report FILE has all)")
             if own:
@@ -85,10 +147,17 @@ class Findings:
         for f, count in self.counts.items():
             rows.setdefault((f.kind, f.what, f.where, f.own), {})[f.test] = count
         found = [
-            {"kind": kind, "what": what, "where": where, "in_tests": own, "count": sum(tests.values()), "tests": tests}
+            {
+                "kind": kind, "what": what, "where": where, "in_tests": own, "remedy": _remedy(kind, what),
+                "count": sum(tests.values()), "tests": {test: count for test, count in tests.items() if test},
+            }
             for (kind, what, where, own), tests in sorted(rows.items())
-        ]
+        ]  # fmt: skip
         Path(path).write_text(json.dumps({**about, "findings": found}, indent=1) + "\n")
+
+
+def _remedy(kind: str, what: str) -> str:
+    return next(remedy for pattern, remedy in _REMEDIES[kind] if re.search(pattern, what))
 
 
 def _let_off(finding: Finding) -> bool:

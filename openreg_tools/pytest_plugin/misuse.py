@@ -6,14 +6,16 @@ The line that a finding names is the innermost one that is neither torch's, NumP
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import os
 import reprlib
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 import numpy
@@ -23,8 +25,14 @@ import torch
 import typing_extensions
 from _pytest._io import saferepr
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_iter
 
 from openreg_tools import backends, dynamo
@@ -51,8 +59,15 @@ _READS = {
         "item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__repr__", "__format__"
     )
 }  # fmt: skip
+# What the device says of the other waits of autograd's nodes.
+_WAITS = {
+    "_local_scalar_dense": "item", "copy_": "copy between host and device", "Stream.synchronize": "synchronize"
+}  # fmt: skip
+_VALUES = ("item", "tolist", "bool", "int", "float", "complex", "index")
 _TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
 _IS_CUDA = torch.Tensor.is_cuda.__get__
+# The files through which torch calls a mode.
+_TO_A_MODE = tuple(_TORCH + file for file in ("_compile.py", f"_dynamo{os.sep}eval_frame.py", "overrides.py"))
 # Copies, and which arguments are the source and the target.
 _COPIES = {"aten::copy_": (1, 0), "aten::_copy_from": (0, 1), "aten::_to_copy": (0, None)}
 
@@ -64,19 +79,34 @@ def skipped() -> tuple[str, ...]:
 
 
 @functools.cache
-def _may_name_cuda() -> tuple[str, ...]:
+def _watching() -> tuple[str, ...]:
+    """Path prefixes of files that watch: these, and the devices'."""
+    ours = os.path.dirname(__file__) + os.sep
+    return (ours, *(file for backend in backends.registered() for file in backend.watchers))
+
+
+@functools.cache
+def may_name_cuda() -> tuple[str, ...]:
     """The skipped paths, and all of the devices' packages."""
     files = [sys.modules[backend.package].__file__ for backend in backends.registered()]
     return (*skipped(), *(os.path.dirname(file) + os.sep for file in files))
 
 
-def place(root: Path, frame: FrameType | None) -> tuple[str, bool]:
-    """The program's line above a frame, and whether it is the tests' own code."""
-    while frame is not None and frame.f_code.co_filename.startswith(skipped()):
-        frame = frame.f_back
-    if frame is None:
-        return "in a backward pass", False
-    return shown(root, frame.f_code.co_filename, frame.f_lineno), _is_test(root, frame)
+def place(root: Path, frame: FrameType | None, thread: int | None = None) -> tuple[str, bool]:
+    """The program's line above a frame, and whether it is the tests' own code.
+
+    Work of autograd's nodes has the line of backward(), which waits on `thread` if autograd has its own. It is never
+    the tests' own: the library's operators have put it there.
+    """
+    backward = False
+    for top in (frame, sys._current_frames().get(thread)) if thread != threading.get_ident() else (frame,):
+        while top is not None and top.f_code.co_filename.startswith(skipped()):
+            backward |= top.f_code.co_name == "_engine_run_backward"
+            top = top.f_back
+        if top is not None:
+            where, own = _line(root, top)
+            return where, own and not backward
+    return "in a backward pass", False
 
 
 def shown(root: Path, file: str, line: int) -> str:
@@ -86,12 +116,48 @@ def shown(root: Path, file: str, line: int) -> str:
     return f"{file.rpartition(f'site-packages{os.sep}')[2]}:{line}"
 
 
-def _is_test(root: Path, frame: FrameType) -> bool:
-    """A module whose asserts pytest rewrites, or a file in a folder of tests."""
-    if type(frame.f_globals.get("__loader__")).__name__ == "AssertionRewritingHook":
+def is_tests(root: Path, variables: dict[str, Any], file: str) -> bool:
+    """Whether a module has tests: pytest rewrites its asserts, or its file is in a folder of tests."""
+    if type(variables.get("__loader__")).__name__ == "AssertionRewritingHook":
         return True
-    file = Path(frame.f_code.co_filename)
-    return file.is_relative_to(root) and bool({"test", "tests"} & set(file.relative_to(root).parts[:-1]))
+    return Path(file).is_relative_to(root) and bool({"test", "tests"} & {*Path(file).relative_to(root).parts[:-1]})
+
+
+def _line(root: Path, frame: FrameType) -> tuple[str, bool]:
+    """A frame's line, and whether it is the tests' own code."""
+    file = frame.f_code.co_filename
+    return shown(root, file, frame.f_lineno), is_tests(root, frame.f_globals, file)
+
+
+def hide(error: BaseException | None) -> None:
+    """Remove from the tracebacks of an error the frames by which it passed the watch: it looks as without the watch."""
+    seen: set[int] = set()
+    errors = [error]
+    while errors:
+        if (error := errors.pop()) is not None and id(error) not in seen:
+            seen.add(id(error))
+            _hide(error.__traceback__)
+            grouped = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+            errors += [error.__cause__, error.__context__, *grouped]
+
+
+def _hide(trace: TracebackType | None) -> None:
+    kept: list[TracebackType] = []
+    after = False  # a frame of the watch was the last
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if kept and file.startswith(_watching()):
+            while len(kept) > 1 and (way := kept[-1].tb_frame.f_code).co_filename in _TO_A_MODE:
+                del kept[-1]
+                if way.co_name == "handle_torch_function" and len(kept) > 1:
+                    del kept[-1]  # which called it, and is called again behind the mode
+            after = True
+        elif not (after and file == torch._ops.__file__):
+            kept.append(trace)
+            after = False
+        trace = trace.tb_next
+    for each, following in zip(kept, [*kept[1:], None], strict=True):
+        each.tb_next = following
 
 
 def _explains(frame: FrameType | None) -> bool:
@@ -101,6 +167,16 @@ def _explains(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+@dataclasses.dataclass(eq=False)
+class _Draw:
+    """Numbers that the library drew from the CPU's global generator."""
+
+    what: str
+    where: str
+    made: bool  # by a call that was given neither tensors nor a device
+    told: bool = False
 
 
 class Watch:
@@ -114,23 +190,29 @@ class Watch:
 
     def __init__(self, types: set[str], kinds: set[str], root: Path, found: Found) -> None:
         self.types, self.kinds, self.root, self.found = types, kinds, root, found
+        self.light = self.kinds <= {"cuda", "sync"}
         self.backends = [backends.of_device(each) for each in sorted(types)]
         self.seeded = False
         self.suspects: list[tuple[str, str, str, bool]] = []  # errors that are misuse if the test does not expect them
         self.draws: list[tuple[str, str, str, bool]] = []  # misuse if the test uses the device
+        self.drawn: dict[int, tuple[StorageWeakRef, set[_Draw]]] = {}  # by storage: what its numbers depend on
         self.used = False
         self.quiet = 0  # inside a call that has been reported
         self.placed = 0  # inside a call that specifies the device of its result
         self.fallbacks = 0
+        self.thread: int | None = None  # which runs the test
         self.named: set[str] = set()  # lines that name a part of torch.cuda
+
+    def place(self, frame: FrameType | None = None) -> tuple[str, bool]:
+        return place(self.root, frame or sys._getframe(1), self.thread)
 
     def tell(self, kind: str, what: str) -> None:
         if kind in self.kinds:
-            self.found(kind, what, *place(self.root, sys._getframe(1)))
+            self.found(kind, what, *self.place())
 
     def suspect(self, kind: str, what: str) -> None:
         if kind in self.kinds:
-            self.suspects.append((kind, what, *place(self.root, sys._getframe(1))))
+            self.suspects.append((kind, what, *self.place()))
 
     def failed(self) -> None:
         """The test failed: report the errors that it hit."""
@@ -142,6 +224,7 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
+        self.thread = threading.get_ident()
         with contextlib.ExitStack() as stack:
             for backend in self.backends if self.kinds & {"race", "pinned"} else ():
                 stack.enter_context(backend.races(self._raced))
@@ -150,9 +233,11 @@ class Watch:
                 stack.enter_context(_naming_cuda(self))
             stack.enter_context(_Calls(self))
             stack.enter_context(_Operators(self))
-            yield
-        for each in self.draws if self.used else ():
-            self.found(*each)
+            try:
+                yield
+            finally:
+                for each in self.draws if self.used else ():
+                    self.found(*each)
 
     # ---- kinds of misuse ----
 
@@ -165,6 +250,27 @@ class Watch:
                 reader = "the host" if now.stream is None else f"stream {now.stream[1]}"
                 self.tell("race", f"{reader} did not wait for {_name(then)}")
 
+    @contextlib.contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Autograd's nodes without our mode, under which some take another path; the device reports its waits itself.
+
+        Only where nothing but waits is watched for, and the program has no mode of its own.
+        """
+        watched = [backend.waits(self._waited_for) for backend in self.backends]
+        modes = _get_current_dispatch_mode_stack()
+        if None in watched or not all(isinstance(mode, _Operators) and mode.watch.light for mode in modes):
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())
+            for each in watched:
+                stack.enter_context(each)
+            yield
+
+    def _waited_for(self, operation: str) -> None:
+        name = operation.removeprefix("aten::")
+        self.waited(_WAITS.get(name, f"{name}: a size or value that depends on data"))
+
     def waited(self, what: str) -> None:
         if not self.quiet and not _explains(sys._getframe(1)):
             self.tell("sync", what)
@@ -175,12 +281,12 @@ class Watch:
 
     def names_cuda(self, name: str) -> None:
         """A line names a part of torch.cuda."""
-        self.named.add(place(self.root, sys._getframe(1))[0])
+        self.named.add(self.place()[0])
         self.cuda(name + _FOR_ANY.get(name, ""))
 
     def uses_cuda(self) -> None:
         """CUDA is initialized: by a function imported by name, if the line does not say torch.cuda."""
-        if place(self.root, sys._getframe(1))[0] not in self.named:
+        if self.place()[0] not in self.named:
             self.cuda("torch.cuda is used")
 
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -190,6 +296,8 @@ class Watch:
             self.cuda(said)
         reads = _READS.get(func)
         device = bool(args) and self.on_device(args[0])
+        if self.drawn and args and (func in _TO_NUMPY or reads in _VALUES):
+            self._taken(args[0])
         if reads and device:
             self.waited({"repr": "print", "format": "print"}.get(reads, reads))
         hidden = bool(said) or (reads is not None and device)
@@ -222,9 +330,14 @@ class Watch:
             self.waited("item")
         elif here and _depends_on_data(func, tensors):
             self.waited(f"{name.removeprefix('aten::')}: a size or value that depends on data")
-        elif not here and "seed" in self.kinds and torch.Tag.nondeterministic_seeded in func.tags:
-            self._drawn(name, kwargs, bool(tensors) or bool(self.placed))
+        draws = "seed" in self.kinds and _may_draw(func)
+        before = _generator_state() if draws else None
         out = func(*args, **kwargs)
+        if self.drawn or draws:
+            draw = None
+            if draws and not _is_same(before, _generator_state()):
+                draw = self._drew(name, bool(tensors) or bool(self.placed))
+            self._follow(func, args, kwargs, out, draw)
         if here and "sync" in self.kinds:
             fallbacks = sum(backend.fallbacks() for backend in self.backends)
             if fallbacks > self.fallbacks:
@@ -246,28 +359,66 @@ class Watch:
         elif source.device.type == "cpu" and there.type in self.types and non_blocking and not source.is_pinned():
             self.tell("pinned", "non_blocking copy of memory that is not pinned: the host copies it to a buffer first")
 
-    def _drawn(self, name: str, kwargs: dict, placed: bool) -> None:
-        device = kwargs.get("device")
-        if kwargs.get("generator") is not None or (device is not None and torch.device(device).type != "cpu"):
-            return
+    def _drew(self, name: str, placed: bool) -> _Draw | None:
+        """An operator drew from the CPU's global generator; returns the draw if the library made it, to follow it."""
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(skipped()):
             if frame.f_code.co_filename == f"{_TORCH}nn/init.py" or frame.f_code.co_name == "reset_parameters":
-                return  # a module is made on the CPU and moved
+                return None  # a module is made on the CPU and moved
             frame = frame.f_back
-        where, own = place(self.root, frame)
+        where, own = self.place()
         what = f"{name.removeprefix('aten::').partition('.')[0]} on the CPU, "
-        if not own and not placed:  # instead of on its arguments' device
-            self.draws.append(("seed", what + "in the library", where, own))
-        elif own and not self.seeded:
+        if not own:
+            return _Draw(what + "in the library", where, not placed)
+        if not self.seeded:
             self.draws.append(("seed", what + "which this test has not seeded", where, own))
+        return None
+
+    def _follow(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, out: Any, draw: _Draw | None) -> None:
+        """Follow the numbers of draws through an operator, and report those that come to a device."""
+        name = func.name()
+        inputs = args[_COPIES[name][0]] if name in _COPIES else (args, kwargs)  # not what a copy overwrites
+        draws = {draw} if draw else set()
+        for x in tree_iter(inputs):
+            draws |= self._draws_in(x)
+        if not draws:
+            return
+        outputs = [x for x in tree_iter((out, _written(func, args, kwargs))) if isinstance(x, torch.Tensor)]
+        if any(map(self.on_device, (*tree_iter((args, kwargs)), *outputs))):
+            if not _moves_a_module(sys._getframe(1)):
+                for each in draws:
+                    self._tell_draw(each)
+            return
+        for x in outputs:
+            if _has_storage(x):
+                storage = x.untyped_storage()
+                known = self._draws_in(x)
+                self.drawn[storage._cdata] = StorageWeakRef(storage), draws | known
+
+    def _draws_in(self, x: Any) -> set[_Draw]:
+        if not self.drawn or type(x) not in (torch.Tensor, torch.nn.Parameter) or not _has_storage(x):
+            return set()
+        reference, draws = self.drawn.get(x.untyped_storage()._cdata, (None, set()))
+        return draws if reference is not None and not reference.expired() else set()
+
+    def _taken(self, x: Any) -> None:
+        """The library takes numbers as Python's or NumPy's: nothing says where they go."""
+        if not self.place()[1]:
+            for each in self._draws_in(x):
+                if each.made:
+                    self._tell_draw(each)
+
+    def _tell_draw(self, draw: _Draw) -> None:
+        if not draw.told:
+            draw.told = True
+            self.draws.append(("seed", draw.what, draw.where, False))
 
     def _made(self, tensors: list[torch.Tensor], out: Any) -> None:
         known = {x.untyped_storage()._cdata for x in tensors if _has_storage(x)}
         for x in tree_iter(out):
             if self.on_device(x) and _has_storage(x) and (storage := x.untyped_storage())._cdata not in known:
                 if storage.device.type != "meta" and storage.nbytes():  # a fake tensor's size may be unknown
-                    Leaks.made(storage, self, *place(self.root, sys._getframe(1)))
+                    Leaks.made(storage, self, *self.place())
 
 
 class Leaks:
@@ -377,6 +528,23 @@ def _patched(watch: Watch) -> Iterator[None]:
         if _is_cuda_type(kind):
             watch.cuda(f'"{kind}"')
 
+    def in_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+            with watch.in_backward():
+                return function(*args, **kwargs)
+
+        dynamo = torch._C._dynamo.eval_frame  # does not trace it, nor the function
+        skipped = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
+        dynamo.set_code_exec_strategy(_engine_run_backward.__code__, skipped)
+        return _engine_run_backward
+
+    if watch.light:
+        for owner in (torch.autograd, torch.autograd.graph):
+            function = owner._engine_run_backward
+            undo.append(functools.partial(setattr, owner, "_engine_run_backward", function))
+            owner._engine_run_backward = in_backward(function)
+
     def profile(_: Any, *, activities: Any = None, **kwargs: Any) -> None:
         listed = activities if isinstance(activities, Collection) else ()  # an iterator can be read only once
         named = {key for each in listed for key in (each if isinstance(each, dict) else (each,))}
@@ -424,7 +592,7 @@ def _naming_cuda(watch: Watch) -> Iterator[None]:
     function there restores the right one, however late.
     """
 
-    may_name_cuda = _may_name_cuda()
+    skip = may_name_cuda()
 
     class Module(ModuleType):
         def __getattribute__(self, name: str) -> Any:  # does not name `torch`; otherwise Dynamo would compile it
@@ -434,7 +602,7 @@ def _naming_cuda(watch: Watch) -> Iterator[None]:
                 not name.startswith("_")
                 and name not in ("autocast", "GradScaler")  # reported when one is created
                 and not isinstance(value, ModuleType)
-                and not sys._getframe(1).f_code.co_filename.startswith(may_name_cuda)
+                and not sys._getframe(1).f_code.co_filename.startswith(skip)
             ):
                 watch.names_cuda(f"{self.__name__}.{name}")
             return value
@@ -452,7 +620,7 @@ def _naming_cuda(watch: Watch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noticing_decorators(root: Path, watch: Callable[[], Watch | None]) -> Iterator[None]:
-    """While active, what `custom_fwd` and `custom_bwd` decorate for CUDA reports the decorator's line when a test calls it."""
+    """While active, what `custom_fwd` and `custom_bwd` decorate for CUDA reports the decorator's line when it runs."""
 
     def noticing(decorate: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(decorate)
@@ -462,11 +630,11 @@ def noticing_decorators(root: Path, watch: Callable[[], Watch | None]) -> Iterat
             decorated = decorate(function, device_type=device_type, **options)
             if device_type != "cuda":
                 return decorated
-            where = place(root, sys._getframe(1))
+            where = _line(root, sys._getframe(1))
 
             @functools.wraps(decorated)
             def noticed(*args: Any, **kwargs: Any) -> Any:
-                if (current := watch()) is not None:
+                if (current := watch()) is not None and "cuda" in current.kinds - current.types:
                     current.found("cuda", f'{decorate.__name__}(device_type="cuda")', *where)
                     current.quiet += 1  # the autocast of custom_bwd
                 try:
@@ -567,6 +735,42 @@ def _copied(name: str, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.T
         to if target is not None else torch.device(args[source].device if to is None else to),
         bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2])),
     )
+
+
+def _generator_state() -> torch.Tensor:
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return torch.default_generator.get_state()
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return torch.equal(a, b)
+
+
+def _written(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[Any]:
+    """The arguments that an operator writes."""
+    written = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return written
+
+
+def _moves_a_module(frame: FrameType | None) -> bool:
+    """Whether a module's parameters are moved, or loaded from another module's."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == nn_module.__file__ and code.co_name in ("_apply", "_load_from_state_dict"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@functools.cache
+def _may_draw(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator may draw random numbers: by its tag, an argument for a generator, or as not PyTorch's."""
+    takes = any("Generator" in str(argument.type) for argument in func._schema.arguments)
+    return takes or torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prim", "prims")
 
 
 def _depends_on_data(func: torch._ops.OpOverload, tensors: list[torch.Tensor]) -> bool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from openreg_tools import backends
-from openreg_tools.pytest_plugin import isolated, misuse
+from openreg_tools.pytest_plugin import isolated, misuse, sources
 from openreg_tools.pytest_plugin.findings import KINDS, Finding, Findings
 
 __all__ = ["Session", "device_syncs"]
@@ -54,10 +54,6 @@ class Session:
             seeds = misuse.noticing_seeds(lambda: self.watch)
             seeds.__enter__()
             config.add_cleanup(lambda: seeds.__exit__(None, None, None))
-        if "cuda" in self.kinds - self.types:
-            decorators = misuse.noticing_decorators(config.rootpath, lambda: self.watch)
-            decorators.__enter__()
-            config.add_cleanup(lambda: decorators.__exit__(None, None, None))
 
     def pytest_report_header(self) -> str:
         line = f"device: {', '.join(map(str, self.devices))}"
@@ -99,7 +95,7 @@ class Session:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         marker = item.get_closest_marker("device_syncs")
         kinds = self.kinds | ({"sync"} if marker else set())
-        if kinds and self.types:
+        if kinds and (self.types or "cuda" in kinds):
             self.watch = _ItemWatch(self, item, kinds)
         try:
             return (yield)
@@ -116,9 +112,11 @@ class Session:
                 result = yield
         except pytest.skip.Exception:
             raise
-        except BaseException:
+        except BaseException as error:
             watch.failed()
             misuse.Leaks.forget(watch)
+            if not self.config.option.fulltrace:
+                misuse.hide(error)
             raise
         watch.hold_to_budget()
         return result
@@ -145,6 +143,9 @@ class Session:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
         misuse.Leaks.tell()
+        if "cuda" in self.kinds - self.types:
+            for each in sources.findings(self.config.rootpath, self.types):
+                self.findings.add(each)
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["device_findings"] = self.findings.pack()
         elif self.child:
@@ -154,12 +155,15 @@ class Session:
         return (yield)
 
     def _finish(self, session: pytest.Session) -> None:
-        if self.forbidden & self.findings.kinds() and session.exitstatus == pytest.ExitCode.OK:
+        self.findings.settle()
+        not_watched = self.unseen and not self.config.option.device_allow_unseen
+        if (not_watched or self.forbidden & self.findings.kinds()) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if path := self.config.option.device_report:
             self.findings.write(
                 path, torch=torch.__version__, devices=[*map(str, self.devices)], tests=self.tests,
                 kinds=[kind for kind in KINDS if kind in self.kinds],
+                not_watched=[kind for kind in KINDS if kind in self.unseen],
             )  # fmt: skip
 
     @pytest.hookimpl(optionalhook=True)
@@ -181,11 +185,22 @@ class Session:
         return True
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self.kinds and not self.findings.counts:
+        if not self.kinds and not self.unseen and not self.findings.counts:
             return
         terminalreporter.section(f"device misuse on {', '.join(map(str, self.devices))}")
-        for line in self.findings.text() or [f"none found in {self.tests} test{'s' * (self.tests != 1)}"]:
+        lines = self.findings.text()
+        if not lines and self.kinds:
+            watched = f" of {', '.join(kind for kind in KINDS if kind in self.kinds)}" * bool(self.unseen)
+            lines = [f"none{watched} found in {self.tests} test{'s' * (self.tests != 1)}"]
+        for line in lines:
             terminalreporter.line(line)
+        if self.unseen:
+            kinds, where = ", ".join(kind for kind in KINDS if kind in self.unseen), ", ".join(map(str, self.devices))
+            allowed = self.config.option.device_allow_unseen
+            terminalreporter.line(f"cannot be watched on {where}: {kinds}", red=not allowed)
+            if not allowed:
+                remedy = "run on openreg, name other kinds, or pass --device-allow-unseen"
+                terminalreporter.line(f"{'':9}Remedy: {remedy}")
         for test in self.ended:
             terminalreporter.line(f"leak: not known of the tests whose process {test} ended", red=True)
         if found := self.forbidden & self.findings.kinds():
@@ -246,7 +261,11 @@ def device_syncs(max: int | None = None) -> Iterator[list[str]]:  # noqa: A002
             lambda kind, what, where, own: waits.append(f"{where}  {what}"),
         )  # fmt: skip
         stack.enter_context(watch.watching())
-        yield waits
+        try:
+            yield waits
+        except BaseException as error:
+            misuse.hide(error)
+            raise
     if max is not None and len(waits) > max:
         lines = {line: waits.count(line) for line in dict.fromkeys(waits)}
         pytest.fail(_exceeded("the body of device_syncs", max, len(waits), lines), pytrace=False)

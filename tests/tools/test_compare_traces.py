@@ -890,7 +890,7 @@ def test_the_commands_on_traces(folder):
         (("compare", "nothing.py"), 2, "compare: there is no file nothing.py"),
         (("compare", "nothing", "program.py"), 2, "compare: nothing cannot be read: No such file"),
         (("compare", "a"), 2, "compare: expected a script (.py) or two traces, but got a"),
-        (("trace", "program.py", "5", "--html", "x.html"), 2, "trace: put --html before program.py, because what follows"),
+        (("trace", "program.py", "5", "--html", "x.html"), 2, "trace: put --html before program.py, because"),
         (("trace", "program.py", "--top=5"), 2, "if --top is the program's own, write program.py -- --top=5"),
         (("compare", "program.py", "--against", "cpu"), 2, "compare: put --against before program.py, because"),
         (("record", "program.py", "--out", "t"), 2, "record: put --out before program.py, because"),

@@ -124,6 +124,16 @@ def test_its_own_tests_pass(package):
     assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
+def test_a_failing_test_prints_no_log_of_the_compiler(tmp_path):
+    new_package("mine", "separate", ["weigh"], tmp_path)
+    test = "import torch\ndef test_it(): assert torch.compile(torch.sin, backend='eager')(torch.ones(1)) == 7\n"
+    (tmp_path / "mine/tests/test_it.py").write_text(test)
+    command = ("-m", "pytest", "-p", "no:cacheprovider", "tests/test_it.py")
+    done = python(*command, cwd=tmp_path / "mine", dynamo=True, PYTHONPATH=PATH)
+    assert done.returncode == 1 and "1 failed" in done.stdout and "DEBUG" not in done.stdout
+    assert len(done.stdout.splitlines()) < 40, done.stdout
+
+
 def test_it_loads_and_computes_without_the_device(package):
     code = "import torch; from {1} import weigh; assert weigh(torch.zeros(3)).sum() == 0; import sys; assert 'openreg_ops' not in sys.modules"
     run(package, "-c", code.format(*package), TORCH_DEVICE_BACKEND_AUTOLOAD="0")

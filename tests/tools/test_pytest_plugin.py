@@ -244,6 +244,33 @@ def test_the_header_says_what_is_not_seen(pytester, run):
         run(f"--device={device}", *misuse).stdout.fnmatch_lines([line])
 
 
+UNSEEN = """
+    import torch
+    def test_it(device): torch.ones(3, device=device) + 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "fails", "lines"),
+    [
+        (["--device-misuse=race"], True, ["cannot be watched on cpu: race", "         Remedy: run on openreg, *"]),
+        (["--device-forbid=race,cuda"], True, ["none of cuda found in 1 test", "cannot be watched on cpu: race"]),
+        (["--device-misuse=all"], True, ["none of cuda found *", "cannot be watched on cpu: host, race, mixed, *"]),
+        (["--device-sync-budget=0"], True, ["cannot be watched on cpu: sync"]),
+        (["--device-misuse=race", "--device-allow-unseen"], False, ["cannot be watched on cpu: race"]),
+        (["--device-misuse=cuda"], False, ["none found in 1 test"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
+)
+def test_a_kind_that_cannot_be_watched_fails_the_run(pytester, run, options, fails, lines):
+    pytester.makepyfile(UNSEEN)
+    result = run("--device=cpu", *options)
+    result.assert_outcomes(passed=1)
+    assert result.ret == int(fails)
+    result.stdout.fnmatch_lines(lines)
+    assert ("Remedy" in result.stdout.str()) == fails
+
+
 @pytest.mark.processes
 def test_another_device_does_without_openreg(pytester, run, monkeypatch):
     pytester.makepyfile("""
@@ -332,6 +359,45 @@ def test_a_traceback_does_not_show_the_plugin(pytester, run, kind, body):
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*test_a_traceback_does_not_show_the_plugin.py:3: *"])
     result.stdout.no_fnmatch_line("*misuse.py*")
+
+
+TRACEBACKS = """
+    import pytest, torch
+    from torch import nn
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return x.clone()
+        @staticmethod
+        def backward(ctx, grad): return grad.view(7)
+
+    def test_operator(device): torch.ones(2, device=device) + torch.ones(3, device=device)
+    def test_method(device): torch.ones(2, device=device).view(3)
+    def test_module(device): nn.Linear(3, 4, device=device)(torch.ones(2, device=device))
+    def test_function(device): nn.functional.gumbel_softmax(torch.ones(2, device=device), dim=3)
+    def test_backward(device): torch.ones(2, 2, device=device, requires_grad=True).exp().backward()
+    def test_node(device): Fails.apply(torch.ones(3, device=device, requires_grad=True)).sum().backward()
+    def test_numpy(device): torch.ones(2, device=device).numpy()
+    def test_cause(device):
+        try: torch.ones(2, device=device).view(3)
+        except RuntimeError as error: raise ValueError from error
+    def test_expected(device):
+        with pytest.raises(ValueError): torch.ones(2, device=device).view(3)
+    def test_vmap(device): torch.func.vmap(lambda x: x.view(7))(torch.ones(2, 2, device=device))
+"""
+
+
+@pytest.mark.parametrize("budget", [False, True])
+def test_tracebacks_are_as_without_the_watch(pytester, run, budget):
+    pytester.makepyfile(TRACEBACKS)
+    watched = ["--device-sync-budget=9"] if budget else ["--device-misuse=race,mixed,cuda,pinned,leak,seed,sync"]
+    shown = []
+    for options in ([], watched):
+        result = run("--device=openreg", "--tb=short", "--show-capture=no", *options)
+        result.assert_outcomes(failed=10)
+        text = result.stdout.str()
+        shown.append(text[text.index("= FAILURES") : re.search("=+ (device misuse|short test)", text).start()])
+    assert shown[0] == shown[1]
 
 
 def test_hard_coded_cuda(found):
@@ -462,7 +528,7 @@ FUNCTIONS = """
         attempt(lambda: x.detach().cpu().pin_memory({device!r}))
         with save_on_cpu({options}):
             attempt(lambda: x.sin())
-        attempt(lambda: torch.is_autocast_enabled())
+        {autocast}
         if dist.is_initialized(): dist.destroy_process_group()
 """
 
@@ -470,7 +536,8 @@ FUNCTIONS = """
 def test_cuda_in_functions_that_no_mode_sees(found):
     body = "library.run(torch.ones(3, device=device))"
     cuda = {"device": "cuda", "backend": "nccl", "activity": "ProfilerActivity.CUDA", "key": "cuda_time_total"}
-    library = textwrap.dedent(FUNCTIONS.format(**cuda, options="pin_memory=True"))
+    autocast = "torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()"
+    library = textwrap.dedent(FUNCTIONS.format(**cuda, options="pin_memory=True", autocast=autocast))
     lines = ["import torch", *library.splitlines()]
     line = lambda text: f"library.py:{next(i for i, each in enumerate(lines, 1) if text in each)}"  # noqa: E731
     assert {*found("cuda", body, library)} == {
@@ -483,12 +550,103 @@ def test_cuda_in_functions_that_no_mode_sees(found):
         ('table(sort_by="cuda_time_total")', line("sort_by=")),
         ('device "cuda"', line("pin_memory('cuda')")),
         ("save_on_cpu(pin_memory=True)", line("with save_on_cpu")),
+        ("torch.is_autocast_enabled()", line("is_autocast_enabled()")),
+        ("torch.get_autocast_gpu_dtype()", line("get_autocast_gpu_dtype()")),
     }
-    device = {"device": "openreg", "backend": None, "key": "device_time_total"}
+    autocast = "torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)"
+    device = {"device": "openreg", "backend": None, "key": "device_time_total", "autocast": autocast}
     activity, options = "ProfilerActivity.PrivateUse1", "pin_memory=True, device_type='openreg'"
     assert found("cuda", body, textwrap.dedent(FUNCTIONS.format(**device, activity=activity, options=options))) == []
     activity, options = "ProfilerActivity.PrivateUse1, ProfilerActivity.CUDA", ""  # every device's
     assert found("cuda", body, textwrap.dedent(FUNCTIONS.format(**device, activity=activity, options=options))) == []
+
+
+def test_decorators_of_a_library_that_a_conftest_imports(pytester, run):
+    """It comes before the session does."""
+    pytester.makeconftest("import library")
+    pytester.makepyfile(library="""
+        import torch
+        class Double(torch.autograd.Function):
+            @staticmethod
+            @torch.amp.custom_fwd(device_type="cuda")
+            def forward(ctx, x): return x * 2
+    """, test_it="""
+        import library, torch
+        def test_it(device): library.Double.apply(torch.ones(3, device=device))
+    """)  # fmt: skip
+    lines = ['*1  library.py:4  custom_fwd(device_type="cuda")']
+    run("--device=openreg", "--device-misuse=sync, cuda").stdout.fnmatch_lines(lines)
+    run("--device=openreg", "--device-misuse=sync").stdout.fnmatch_lines(["none found in 1 test"])
+
+
+SOURCE = '''
+"""device.type == "cuda", x.is_cuda, ("cpu", "cuda")"""
+from typing import Literal
+import torch
+# device.type == "cuda", x.is_cuda, ("cpu", "cuda")
+ALL, SOME = ("cpu", "cuda", "openreg"), ["cpu", "cuda", "mps"]
+
+def never_called(x, device, name, function: Literal["cpu", "cuda"]):
+    text = 'device.type == "cuda", x.is_cuda'
+    if device.type == "cuda": pass
+    if torch.device("cuda") != device: pass
+    if device not in ("cpu", "cuda"): raise ValueError
+    if x.is_cuda and str(device).startswith("cuda"): pass
+    if "cuda" in str(device): pass
+    match device.type:
+        case "cpu": pass
+        case "cuda": pass
+    torch.Generator(device="cuda")
+    if torch.is_autocast_enabled(): x.to(torch.get_autocast_gpu_dtype())
+    torch.set_autocast_enabled(True)
+    torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype("cpu"), name.set_autocast_enabled(True)
+    x.device.type != "cpu", name in ("adam", "cuda"), name.startswith("c"), torch.version.cuda, "cuda" in {}
+    if device.type == "cuda": pass  # cuda only
+    if device.type in {"cpu", "cuda", "openreg"}: pass
+'''
+
+
+def test_the_source_of_the_program(pytester, run):
+    """Code that no watcher sees, whether it ran or not; comments, strings and types say nothing."""
+    site = pytester.mkdir("site-packages")
+    (site / "installed.py").write_text("def f(x): return x.is_cuda")
+    pytester.makepyfile(
+        library=SOURCE.lstrip(),
+        never_imported="def f(x): return x.is_cuda",
+        test_it="""
+        import sys
+        sys.path.append("site-packages")
+        import installed, library, pytest
+        @pytest.mark.parametrize("kind", ["cpu", "cuda"])
+        def test_it(device, kind): assert device.type != "cuda"
+        """,
+    )
+    result = run("--device=openreg", "--device-misuse=cuda", "--device-report=out.json")
+    result.assert_outcomes(passed=2)
+    rows = json.loads((pytester.path / "out.json").read_text())["findings"]
+    assert all(row["count"] == 1 and row["tests"] == {} and row["remedy"] for row in rows)
+    assert {(int(row["where"].partition(":")[2]), row["what"]) for row in rows if not row["in_tests"]} == {
+        (5, 'allow-list ["cpu", "cuda", "mps"]'),
+        (9, 'device.type == "cuda"'),
+        (10, 'torch.device("cuda") != device'),
+        (11, 'device not in ("cpu", "cuda")'),
+        (12, "is_cuda"),
+        (12, 'str(device).startswith("cuda")'),
+        (13, '"cuda" in str(device)'),
+        (16, 'case "cuda"'),
+        (17, 'torch.Generator(device="cuda")'),
+        (18, "torch.is_autocast_enabled()"),
+        (18, "torch.get_autocast_gpu_dtype()"),
+        (19, "torch.set_autocast_enabled(True)"),
+    }
+    (test,) = (row for row in rows if row["in_tests"])
+    assert (test["what"], test["where"]) == ('device.type != "cuda"', "test_it.py:5")
+    assert run("--device=cpu", "--device-forbid=cuda").ret == 1
+
+
+def test_a_line_that_ran_is_reported_once(found):
+    library = "def where(x): return x.is_cuda"
+    assert found("cuda", "library.where(torch.ones(3, device=device))", library) == [("is_cuda", "library.py:2")]
 
 
 def test_naming_cuda_changes_nothing_in_it(found):
@@ -753,6 +911,33 @@ def test_pinned_memory_written_while_it_is_copied(found):
     assert found("pinned", "library.copy(device)", library.replace("# wait", "torch.accelerator.synchronize()")) == []
 
 
+def test_a_copy_in_a_backward_pass(found):
+    """The line is that of backward(), where the node is PyTorch's, whatever thread it runs on."""
+    library = """
+        class Copies(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x): return x.clone()
+            @staticmethod
+            def backward(ctx, grad): return grad * torch.ones(1).to(grad.device, non_blocking=True)
+        def run(x):
+            return Copies.apply(x.to("openreg", non_blocking=True)).sum()
+        def step(loss):
+            torch.autograd.backward(
+                [loss]
+            )
+    """
+    what = "non_blocking copy of memory that is not pinned: the host copies it to a buffer first"
+    for mode in ("inline", "async"):
+        body = f"""
+            torch.openreg.set_launch_mode({mode!r})
+            library.step(library.run(torch.ones(3, requires_grad=True).pin_memory()))
+            torch.openreg.synchronize()
+            torch.openreg.set_launch_mode("inline")
+        """
+        assert found("pinned", body, library) == [(what, "library.py:7")]
+        assert ("copy between host and device", "library.py:11") in found("sync", body, library)
+
+
 def test_read_too_early(found):
     library = """
         def total(x):
@@ -875,12 +1060,80 @@ def test_random_numbers_of_the_cpu(found):
     generator = library.replace("x.shape", "x.shape, generator=torch.Generator().manual_seed(0)")
     assert found("seed", body, generator) == []
     where_x_is = library.replace("rand(x.shape)", "rand_like(x.cpu())")
-    assert found("seed", body, where_x_is) == []
+    assert found("seed", body, where_x_is) == [("rand_like on the CPU, in the library", "library.py:3")]
+    assert found("seed", body, where_x_is.replace(".to(x.device)", ".sum().item()")) == []  # not on the device
     assert found("seed", "library.noisy(torch.ones(3))", library) == []  # a test that leaves the device alone
     assert found("seed", body, "def noisy(x): return torch.nn.Linear(3, 3).to(x.device)(x)") == []  # made, then moved
     body = body.replace("torch.manual_seed(0)\n", "")
     what = "rand on the CPU, which this test has not seeded"
     assert found("seed", body, "def noisy(x): return x") == [(what, "test_it.py:4")]
+
+
+DRAWS = """
+    import torch.distributions as D
+    import torch.nn.functional as F
+
+    def bernoulli(x): return x * torch.empty(x.shape).bernoulli_(0.5).to(x.device)  # !
+    def uniform(x): return x.copy_(torch.empty(3, pin_memory=True).uniform_(), non_blocking=True)  # !
+    def multinomial(x): return x[torch.multinomial(torch.ones(3), 3)]  # !
+    def dropout(x): return x * F.dropout(torch.ones(3)).to(x.device)  # !
+    def trained(x): return x * F.dropout(torch.ones(3, requires_grad=True)).to(x.device)  # !
+    def module(x): return x * torch.nn.RReLU()(-torch.ones(3)).to("openreg")  # !
+    def normal(x): return x * D.Normal(0.0, 1.0).sample(x.shape).to(x.device)  # !
+    def dirichlet(x): return x * (2 * D.Dirichlet(torch.ones(3)).sample()).clamp(0, 1).to(x.device)  # !
+    def gamma(x): return x * D.Gamma(torch.ones(3), 1.0).rsample().to(x)  # !
+    def number(x): return x * torch.bernoulli(torch.tensor(0.5))  # !
+    def out(x):
+        y, z = torch.empty(3), torch.zeros(4)
+        torch.normal(0.0, 1.0, (3,), out=y)  # !
+        z[1:] = y
+        return x * z.to(x.device)[1:]
+    def value(x): return x * torch.rand(1).item()  # !
+    def values(x): return x + torch.tensor(torch.randn(3).tolist(), device=x.device)  # !
+
+    def on_the_device(x): return F.dropout(x) + torch.empty_like(x).bernoulli_() + D.Normal(x, 1 + x.abs()).sample()
+    def own(x): return x * torch.rand(3, generator=torch.Generator().manual_seed(0)).to(x.device)
+    def on_the_host(x): return x * len(F.dropout(torch.ones(3)))
+    def nothing_drawn(x): return x * F.dropout(torch.ones(3), training=False).to(x.device)
+    def overwritten(x): return torch.empty(3).uniform_().copy_(x).sum()
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.v = torch.nn.Parameter(torch.empty(3)), torch.nn.Parameter(torch.randn(3))
+            self.register_buffer("b", torch.empty(3).normal_())
+            self.w.data.uniform_(-1, 1)
+        def forward(self, x): return x * self.w + self.v + self.b
+    def moved(x): return Module().to(x.device)(x)
+    def loaded(x):
+        module = Module().to(x.device)
+        module.load_state_dict(Module().state_dict())
+        return module(x)
+    def shuffled(x):
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 3)), shuffle=True)
+        return sum(x + each.to(x.device) for (each,) in data)
+"""
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_numbers_of_the_library_that_come_to_the_device(pytester, run, passes):
+    """Whichever operator draws them, and whatever the test's outcome is."""
+    library = f"import torch\n{textwrap.dedent(DRAWS)}"
+    pytester.makepyfile(library=library, test_it=f"""
+        import inspect, library, pytest, torch
+        names = [name for name, value in vars(library).items() if inspect.isfunction(value)]
+        @pytest.mark.parametrize("name", names)
+        def test_it(device, name):
+            torch.manual_seed(0)
+            getattr(library, name)(torch.ones(3, device=device))
+            assert {passes}
+    """)  # fmt: skip
+    result = run("--device=openreg", "--device-misuse=seed", "--device-report=out.json", "--tb=no")
+    names = re.findall(r"^def (\w+)\(", library, re.M)
+    result.assert_outcomes(**{"passed" if passes else "failed": len(names)})
+    rows = json.loads((pytester.path / "out.json").read_text())["findings"]
+    drawn = [i for i, line in enumerate(library.splitlines(), 1) if line.endswith("# !")]
+    assert sorted(int(row["where"].partition(":")[2]) for row in rows) == drawn
 
 
 # ---- the page ----
@@ -942,6 +1195,47 @@ def test_budgets(pytester, run):
     run("--device=cpu", "--device-sync-budget=0").assert_outcomes(passed=4)
 
 
+def test_a_wait_of_a_node_that_a_mode_would_change(pytester, run):
+    """PyTorch's derivatives of prod and cumprod wait, but not under a dispatch mode."""
+    pytester.makepyfile(
+        library="""
+        import torch
+        def prod(x): x.prod().backward()
+        def cumprod(x): torch.autograd.grad(x.cumprod(0).sum(), [x])
+        def double(x): (x * 2).sum().backward()
+        """,
+        test_it="""
+        import library, pytest, torch
+        @pytest.fixture
+        def x(device): return torch.ones(3, device=device, requires_grad=True)
+        def test_prod(x): library.prod(x)
+        def test_cumprod(x): library.cumprod(x)
+        def test_in_the_test(x): x.prod().backward()
+        def test_double(x): library.double(x)
+        def test_hook(x):
+            x.register_hook(lambda grad: print(grad.sum().item()))
+            library.double(x)
+        def test_region(x, device_syncs):
+            with device_syncs() as waits: library.prod(x)
+            assert waits == ["library.py:2  nonzero: a size or value that depends on data"]
+        def test_mode(x):
+            torch.openreg.set_sync_debug_mode("error")
+            try:
+                with pytest.raises(RuntimeError, match="set_sync_debug_mode"): library.prod(x)
+                assert torch.openreg.get_sync_debug_mode() == 2
+            finally:
+                torch.openreg.set_sync_debug_mode(0)
+        """,
+    )
+    result = run("--device=openreg", "--device-sync-budget=0")
+    result.assert_outcomes(passed=2, failed=5)
+    result.stdout.fnmatch_lines(["*1  library.py:2  nonzero: a size or value that depends on data"])
+    result.stdout.fnmatch_lines(["*1  library.py:3  item"])
+    result.stdout.fnmatch_lines(["*1  test_it.py:6  nonzero: *"])
+    for name in ("prod", "cumprod", "in_the_test", "region", "mode"):
+        result.stdout.fnmatch_lines([f"FAILED test_it.py::test_{name}*"])
+
+
 def test_a_region(pytester, run):
     pytester.makepyfile("""
         import torch
@@ -958,6 +1252,27 @@ def test_a_region(pytester, run):
 
 
 # ---- the report ----
+
+
+def test_every_finding_has_a_remedy(pytester, run):
+    """In the terminal once for the lines that share it, and in the file for each."""
+    assert set(findings._REMEDIES) == set(findings.KINDS)
+    found = findings.Findings()
+    for i, what in enumerate(("item", "synchronize", "bool")):
+        found.add(findings.Finding("sync", what, f"library.py:{i}", "test"))
+    assert found.text()[1:] == [
+        "      1  library.py:0  item",
+        "      1  library.py:2  bool",
+        "         Remedy: keep it in a tensor (torch.where for if), or read it later",
+        "      1  library.py:1  synchronize",
+        "         Remedy: let a stream wait with wait_stream(), or wait later",
+    ]
+    pytester.makepyfile("import torch\ndef test_it(device): torch.ones(3, device=device).is_cuda")
+    result = run("--device=openreg", "--device-misuse=cuda", "--device-report=out.json")
+    remedy = 'x.device.type != "cpu" is true on every accelerator'
+    result.stdout.fnmatch_lines([f"         Remedy: {remedy}"])
+    (row,) = json.loads((pytester.path / "out.json").read_text())["findings"]
+    assert row["remedy"] == remedy
 
 
 def test_forbidden_kinds_fail_the_run(pytester, run):
