@@ -27,7 +27,11 @@ def clipped_at_the_wrong_bound():
     op = define("clipped_wrong(Tensor x, float bound) -> Tensor", lambda x, bound: x.sign().contiguous(), contiguous,
                 lambda ctx, g: (g * (ctx.saved_tensors[0].abs() <= 2 * ctx.bound), None),
                 lambda ctx, inputs, output: (ctx.save_for_backward(inputs[0]), setattr(ctx, "bound", inputs[1])))  # fmt: skip
-    return Example(op, [((torch.arange(24.0).reshape(4, 6) - 12) / 8 + 1 / 16, 0.5)], {"intended_gradient": lambda x, bound: x.clamp(-bound, bound)})
+    return Example(
+        op,
+        [((torch.arange(24.0).reshape(4, 6) - 12) / 8 + 1 / 16, 0.5)],
+        {"intended_gradient": lambda x, bound: x.clamp(-bound, bound)},
+    )
 
 
 @wrong("gradcheck")
@@ -70,7 +74,11 @@ def sign_with_a_clipped_gradient():
     op = define("clipped_sign(Tensor x, float bound) -> Tensor", lambda x, bound: x.sign().contiguous(), contiguous,
                 lambda ctx, g: (g * (ctx.saved_tensors[0].abs() <= ctx.bound), None),
                 lambda ctx, inputs, output: (ctx.save_for_backward(inputs[0]), setattr(ctx, "bound", inputs[1])))  # fmt: skip
-    return Example(op, [((torch.arange(24.0).reshape(4, 6) - 12) / 8 + 1 / 16, 0.5)], {"intended_gradient": lambda x, bound: x.clamp(-bound, bound)})
+    return Example(
+        op,
+        [((torch.arange(24.0).reshape(4, 6) - 12) / 8 + 1 / 16, 0.5)],
+        {"intended_gradient": lambda x, bound: x.clamp(-bound, bound)},
+    )
 
 
 @right()
