@@ -493,8 +493,8 @@ TABLE = [
            "broadcast dimensions gives", torch.mul, schema=PAIR, inputs=PAIRS, fake=torch.mul,
            backward=lambda ctx, g: tuple(d if d.shape == x.shape else d.mean(0, True).expand(x.shape) if x.dim() == 2 else None
                                          for d, x in zip(pair_backward(ctx, g), ctx.saved_tensors, strict=True))),
-    Broken("saved_tensors", "it keeps output 0 for backward without save_for_backward: the output refers to its graph and the graph to "
-           "the output, so both stay in memory when nobody uses them", torch.exp, backward=lambda ctx, g: g * ctx.y,
+    Broken("saved_tensors", "it keeps output 0 for backward without save_for_backward: the output and its graph refer to each "
+           "other, so their memory leaks, and saved_tensors_hooks, checkpointing and offloading do not see it", torch.exp, backward=lambda ctx, g: g * ctx.y,
            setup=lambda ctx, inputs, output: setattr(ctx, "y", output)),
     Broken("saved_tensors", "it keeps a float32 tensor of shape [4, 6] for backward without save_for_backward, so saved_tensors_hooks, "
            "checkpointing and offloading do not see it", torch.sin, backward=lambda ctx, g: g * ctx.slope,

@@ -382,10 +382,8 @@ def saved_tensors(case: Case) -> str | None:
     for name in kept:
         if name.startswith("output "):
             fail(
-                f"{case.name}: it keeps {name} for backward without save_for_backward: the output refers to its graph and the "
-                "graph to the output, so both stay in memory when nobody uses them, until Python collects garbage or "
-                "forever; saved_tensors_hooks, checkpointing and offloading do not see it, and backward does not notice "
-                "when a program changes it in place",
+                f"{case.name}: it keeps {name} for backward without save_for_backward: the output and its graph refer to each "
+                "other, so their memory leaks, and saved_tensors_hooks, checkpointing and offloading do not see it",
                 remedy,
             )
     if computed:
