@@ -13,9 +13,11 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools.checker.case import Case, attached, last_line
+from openreg_tools.checker.case import Case, Outcome, attached, last_line
 from openreg_tools.checker.checks.common import dtype_name, fail, resized, scaled, sizes_of, skip, warn
+from openreg_tools.checker.checks.derivatives import derivative, gradcheck
 from openreg_tools.checker.checks.fakes import fake_mode, run_fake
+from openreg_tools.samples import Sample
 
 # ---- outputs that are not tensors ----
 
@@ -170,7 +172,37 @@ def defaults(case: Case) -> str | None:
                     f"{case.name}: in a call {what}, {wrong}",
                     "compute the outputs' shapes and dtypes in the fake kernel from every argument",
                 )
+    for argument in optional:
+        if isinstance(argument.default_value, float):
+            _gradient_with(case, argument.name, _another(argument, case))
     return f"{len(calls)} calls"
+
+
+def _gradient_with(case: Case, name: str, value: float) -> None:
+    """Fail if the gradient is right for the sample, and wrong for another value of an argument."""
+    if case.derivative.status != "pass" or case.intended or case.mutable:
+        return
+    args, kwargs = case.sample.args, case.sample.kwargs
+    given = dict(zip((each.name for each in case.schema.arguments), args, strict=False)) | kwargs | {name: value}
+    every = [(each, given.get(each.name, each.default_value)) for each in case.schema.arguments]
+    positional = [x for each, x in every if not each.kwarg_only]
+    sample = Sample(*positional, **{each.name: x for each, x in every if each.kwarg_only})
+    other = Case(case.op, sample, str(case.device), None, derivative)
+    try:
+        gradcheck(case)
+    except Outcome:
+        return
+    try:
+        gradcheck(other)
+    except Outcome as outcome:
+        if outcome.status == "fail":
+            fail(
+                f"{case.name}: with {name}={value!r}, {outcome.sentence.partition(': ')[2]}",
+                f"compute the backward from every argument; setup_context gets {name} among its inputs, or among "
+                "keyword_only_inputs",
+            )
+    except Exception:  # the kernel does not accept the value
+        return
 
 
 def _call(case: Case, optional: set[str], changes: dict[str, Any], tensors: list[Tensor]) -> Any:

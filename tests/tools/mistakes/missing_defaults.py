@@ -79,6 +79,17 @@ def setup_lacks_keywords():
     return Example(setup_lacks_keywords, [(torch.rand(4, 6),)])
 
 
+@wrong("defaults")
+def backward_lacks_scale():
+    @custom_op("mistakes::backward_lacks_scale", mutates_args=())
+    def backward_lacks_scale(x: Tensor, scale: float = 2.0) -> Tensor:
+        return (x * scale).contiguous()
+
+    backward_lacks_scale.register_fake(lambda x, scale=2.0: x.new_empty(x.shape))
+    backward_lacks_scale.register_autograd(lambda ctx, g: (g * 2.0, None))
+    return Example(backward_lacks_scale, [(torch.rand(4, 6),)])
+
+
 @right()
 def all_take_them():
     def kernel(x, weight=None, eps=1e-6, *, bias=None, mode="sum"):
