@@ -23,6 +23,7 @@ from openreg_tools.checker.checks.common import (
     plain,
     reference_of,
     refused,
+    scaled,
     skip,
     storage_of,
     tolerance,
