@@ -72,7 +72,7 @@ def a_seed_from_the_global_generator():
         rows = torch.multinomial(x, n, generator=Generator(x.device).manual_seed(seed))
         return rows
 
-    op = operator("a_seed_from_the_global_generator(Tensor x, int n, *, Generator? generator=None) -> Tensor", kernel,
+    op = operator("a_seed_from_the_global_generator(Tensor x, SymInt n, *, Generator? generator=None) -> Tensor", kernel,
                   lambda x, n, generator=None: x.new_empty((x.shape[0], n), dtype=torch.int64))  # fmt: skip
     return Example(op, [(X, 2)])
 
@@ -92,14 +92,14 @@ def dropout_with_an_explicit_one():
         "dropout_with_an_explicit_one" + NOISE,
         lambda x, p=0.5, *, generator=None: (x * (uniform(x, generator) >= p)).contiguous(),
     )
-    from openreg_ops.testing import Sample
+    from openreg_tools.samples import Sample
 
     return Example(op, [Sample(X, 0.5, generator=Generator().manual_seed(5))])
 
 
 @right(devices=("cpu",))
 def sampling_with_an_explicit_one():
-    op = operator("sampling_with_an_explicit_one(Tensor x, int n, Generator generator) -> Tensor",
+    op = operator("sampling_with_an_explicit_one(Tensor x, SymInt n, Generator generator) -> Tensor",
                   lambda x, n, generator: torch.multinomial(x, n, generator=generator),
                   lambda x, n, generator: x.new_empty((x.shape[0], n), dtype=torch.int64))  # fmt: skip
     return Example(op, [(X, 2, Generator().manual_seed(5))])
@@ -118,6 +118,6 @@ def dropout_with_a_generator_of_the_device():
         "dropout_with_a_generator_of_the_device" + NOISE,
         lambda x, p=0.5, *, generator=None: (x * (uniform(x, generator) >= p)).contiguous(),
     )
-    from openreg_ops.testing import Sample
+    from openreg_tools.samples import Sample
 
     return Example(op, [Sample(X, 0.5, generator=Generator("openreg").manual_seed(5))])
