@@ -95,6 +95,9 @@ UNUSUAL = {name for name, check in CHECKS.items() if check.__module__ == inputs.
 UNUSUAL |= {"schema", "fake_layouts", "fake_dtypes", "fake_errors", "fake_numbers", "defaults"}
 
 # The checks that take longer than a few hundredths of a second; `--only fast` leaves them out.
-SLOW = {"opcheck_schema", "opcheck_autograd_registration", "opcheck_faketensor", "opcheck_aot_dispatch_dynamic", "compile", "compile_unbacked", "fake_unbacked", "export",
-        "export_unbacked", "forward_ad", "func_grad", "vmap_grad", "dtensor", "jit_trace", "large", "determinism", "threads",
-        "stream", "devices", "launch", "state", "overhead"}  # fmt: skip
+SLOW = {
+    "opcheck_schema", "opcheck_autograd_registration", "opcheck_faketensor", "opcheck_aot_dispatch_dynamic", "forward_ad",
+    "func_grad", "compile", "fake_dynamic", "fake_unbacked", "compile_unbacked", "export_unbacked", "vmap_grad", "dtensor",
+    "export", "jit_trace", "jit_script", "large", "sizes", "large_strides", "half_precision", "stream", "devices", "launch",
+    "determinism", "generator", "state", "threads", "overhead",
+}  # fmt: skip
