@@ -133,6 +133,12 @@ _FLOAT8 = {
 }
 
 
+def reversed_in(x: Tensor) -> Tensor:
+    """A copy with the elements in the opposite order along each dimension."""
+    raw = x.view(torch.uint8) if small(x) else x  # PyTorch cannot flip float8
+    return raw.flip(tuple(range(x.dim()))).view(x.dtype)
+
+
 def tolerance(*tensors: Tensor) -> float:
     """The tolerance for the coarsest of the dtypes; 0 for integers."""
     return max((_TOLERANCE.get(x.dtype, 0.1) for x in tensors if differentiable(x)), default=0.0)

@@ -27,6 +27,7 @@ from openreg_tools.checker.checks.common import (
     plain,
     refuse,
     refused,
+    reversed_in,
     skip,
     stepped,
     warn,
@@ -365,7 +366,7 @@ def _bytes(memory: StorageWeakRef, case: Case) -> Tensor:
 
 def _other(x: Tensor) -> Tensor:
     """Other values; the same integers in another order, because they may be indices."""
-    return -3 * x - 1 if differentiable(x) else x.flip(list(range(x.dim())))
+    return -3 * x - 1 if differentiable(x) else reversed_in(x)
 
 
 def saved_tensors(case: Case) -> str | None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from openreg_tools import backends
 from openreg_tools.checker.case import Case, cotangents, differentiable, gradients, last_line
-from openreg_tools.checker.checks.common import differs, fail, refuse_or_fail, skip
+from openreg_tools.checker.checks.common import differs, fail, refuse_or_fail, reversed_in, skip
 from openreg_tools.samples import Sample
 
 Values = list[Tensor | None]
@@ -59,7 +59,7 @@ def _late(case: Case, stream: torch.Stream) -> Values:
     module, index = getattr(torch, case.device.type), torch.accelerator.current_device_index()
 
     def early(x: Tensor) -> Tensor:
-        flipped = x.flip(tuple(range(x.dim())))
+        flipped = reversed_in(x)
         return flipped * 0.75 if differentiable(x) else flipped
 
     def delayed(values: list[Tensor], call: Callable[[list[Tensor]], Any]) -> Values:
