@@ -1,4 +1,8 @@
-"""The checker finds each kind of mistake in operators of different shape, reports nothing else, and passes correct ones."""
+"""The checker finds each kind of mistake in operators of different shape, reports nothing else, and passes correct ones.
+
+`python tests/tools/mistakes` runs every check on every operator. To save time, these tests run the checks that find a kind
+and the fast ones, and on the device only those that find the kind. A kind without wrong operators gets every check on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,17 @@ CASES = [
 @pytest.mark.parametrize("operator, device", CASES)
 def test_operator(operator, device):
     example = operator.make()
-    only = operator.found_by if device != "cpu" else ()  # all checks run on the CPU, to save time
+    finds = {name for each in OPERATORS if each.kind == operator.kind for name in each.found_by}
+    only = [*finds, *(["fast"] if device == "cpu" or not finds else [])] if finds or device != "cpu" else []
     report = check(example.op, example.samples, device, only=only, skip="overhead", **example.options)
     failed = [each.check for each in report.failures]
     assert set(failed) <= set(operator.found_by), str(report)
     assert not operator.found_by or operator.found_by[0] in failed, str(report)
+    assert len(report.causes()) <= 1, str(report)
+
+
+@pytest.mark.parametrize("kind", sorted({each.kind for each in OPERATORS}))
+def test_a_kind_has_operators_of_different_shape(kind):
+    """Three to find, with a correct one, or three to accept."""
+    found, accepted = ([each for each in OPERATORS if each.kind == kind and bool(each.found_by) == bad] for bad in (True, False))
+    assert (len(found) >= 3 and accepted) or len(accepted) >= 3
