@@ -39,17 +39,11 @@ OPERATORS: dict[str, dict[str, str]] = {
     "openreg::fake_quantize": {"gradcheck": _STRAIGHT_THROUGH, "gradgradcheck": _LINEAR},
     "openreg::fake_quantize_backward": {"backward": _LINEAR},
     "openreg::scale_gradient": {"gradcheck": "the gradient is scaled, on purpose: that is what the operator is for"},
-    "openreg::adamw_step_": {
-        "autocast": "autocast cannot cast what an operator writes: parameters and state keep their dtypes",
-        "jit_trace": "torch.jit.trace drops a call that writes lists and returns nothing as dead code, also "
-        "of torch._fused_adamw_",
-    },
     "openreg::grouped_linear_backward": {
         "jit_trace": "torch.jit.trace does not support arguments of bool[3], which PyTorch's own backward operators "
         "have for their output_mask",
     },
     "openreg::linear_cross_entropy_gradients": {
-        "autocast": "linear_cross_entropy calls it below autocast, with arguments that its own policy has cast",
         "jit_trace": "torch.jit.trace does not support arguments of bool[3], as for grouped_linear_backward",
         "large": "the reference is what differs: over 87,381 rows eager's float32 product is wrong by 3e-4 of the "
         "largest element, the operator's by 3e-6, both against float64",

@@ -371,6 +371,10 @@ def helper(which):
         return operator("helper_strides", lambda g: (g * 2).contiguous())
     if which == "loop":
         return operator("helper_loop", double)
+    if which == "int":
+        return operator(
+            "helper_int", lambda g, n: g * 2, "(Tensor g, int n) -> Tensor", lambda g, n: torch.empty_like(g)
+        )
     return operator("helper_vmap", double, vmap=lambda info, dims, x: (x * 3, dims[0]))
 
 
@@ -533,7 +537,9 @@ TABLE = [
     Broken("int_sizes", "n is the size of dimension 0 of output 0, and the schema says int", lambda x, n=3: x.new_zeros(n),
            schema="(Tensor x, int n=3) -> Tensor", fake=lambda x, n=3: x.new_empty(n), status="warn"),
     Broken("fake_dynamic", "its backward fixes dimension 0 of x to 4, although it takes other sizes; every new size compiles again", double,
-           backward=lambda ctx, g: g * 2 if int(g.shape[0]) else g),
+           backward=lambda ctx, g: g * 2 if int(g.shape[0]) else g, status="warn"),
+    Broken("fake_dynamic", "its backward fixes dimension 0 of x to 4, although it takes other sizes; every new size compiles again: "
+           "sentences::helper_int takes the size as an int", double, backward=lambda ctx, g: helper("int")(g, g.shape[0])),
     Broken("defaults", "in a call with eps=1.5, the fake kernel raised TypeError", lambda x, eps=0.5: x + eps,
            schema="(Tensor x, float eps=0.5) -> Tensor"),
     Broken("defaults", "in a call with keep=True, output 0 has shape [4, 1], but the fake kernel says [4]",
@@ -686,7 +692,9 @@ TABLE = [
     Broken("autocast", "under autocast, given x bfloat16, output 0 differs … , which float32 gives",
            lambda x: x * (2 if x.dtype == torch.float32 else 3)),
     Broken("autocast", "it raised KeyError: 'slot'; it has no kernel at AutocastCPU",
-           lambda x: x * 2 if x.dtype == torch.float32 else accident()),
+           lambda x: x * 2 if x.dtype == torch.float32 else accident(), status="warn"),
+    Broken("autocast", "it raised KeyError: 'slot'; it has no kernel at AutocastCPU",
+           lambda x: x * 2 if x.dtype == torch.float32 else accident(), backward=lambda ctx, g: g * 2),
     Broken("autocast", "under autocast, given what a linear returns (x bfloat16), it raised KeyError: 'slot'; its autocast "
            "kernel does not cast", double, AutocastCPU=accident),
     Broken("autocast", "under autocast (x bfloat16) the gradient of differentiable argument 0 differs … , which float32 "

@@ -32,5 +32,7 @@ def test_operator(operator, device):
 @pytest.mark.parametrize("kind", sorted({each.kind for each in OPERATORS}))
 def test_a_kind_has_operators_of_different_shape(kind):
     """Three to find, with a correct one, or three to accept."""
-    found, accepted = ([each for each in OPERATORS if each.kind == kind and bool(each.found_by) == bad] for bad in (True, False))
+    found, accepted = (
+        [each for each in OPERATORS if each.kind == kind and bool(each.found_by) == bad] for bad in (True, False)
+    )
     assert (len(found) >= 3 and accepted) or len(accepted) >= 3

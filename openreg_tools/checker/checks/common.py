@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, Outcome, differentiable, last_line, small
+from openreg_tools.checker.case import Case, Operator, Outcome, differentiable, last_line, small
 
 
 def fail(sentence: str, remedy: str) -> NoReturn:
@@ -104,6 +104,11 @@ def needs_literals(case: Case) -> None:
 def needs_derivative(case: Case) -> None:
     if case.derivative.status != "pass":
         skip("there is no derivative to check: see backward")
+
+
+def is_symbolic(op: Operator, name: str) -> bool:
+    """Whether an argument's type in the schema is SymInt, which its Python type does not say."""
+    return bool(re.search(rf"\bSymInt\S* {name}\b", str(op._schema)))
 
 
 # ---- comparing ----
@@ -251,7 +256,8 @@ def permuted(x: Tensor) -> Tensor:
 def padded(x: Tensor) -> Tensor:
     if x.dim() == 0:
         return torch.stack([x, x, x])[1]
-    return torch.cat([x, x, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]]
+    other = reversed_in(x)  # so that reading the wrong elements shows
+    return torch.cat([other, x, other], -1)[..., x.shape[-1] : 2 * x.shape[-1]]
 
 
 def stepped(x: Tensor) -> Tensor:
@@ -282,7 +288,7 @@ def offset(x: Tensor) -> Tensor:
     return _inside(x, max(1, 16 // x.element_size()))
 
 
-def _unaligned(x: Tensor) -> Tensor:
+def unaligned(x: Tensor) -> Tensor:
     return _inside(x, 1)
 
 
@@ -310,7 +316,7 @@ CONTIGUOUS = {
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "offset": offset,
-    "unaligned": _unaligned,
+    "unaligned": unaligned,
     "permuted": permuted,
     "padded": padded,
     "stepped": stepped,

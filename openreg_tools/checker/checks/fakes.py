@@ -12,12 +12,14 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from openreg_tools.checker.case import Case, gradients, last_line, small
 from openreg_tools.checker.checks.common import (
     differs,
     dtype_name,
     fail,
+    is_symbolic,
     layouts_of,
     needs_literals,
     needs_tensors,
@@ -290,19 +292,36 @@ def fake_dynamic(case: Case) -> str | None:
         )
     if case.derivative.status != "pass":
         return None
+    taken = _Ints()
     try:
-        with mode, enable_python_dispatcher():
+        with mode, enable_python_dispatcher(), taken:
             gradients(case.run, case.leaf(fakes), case.wanted)
     except Exception:
         return "without its backward"  # compile runs it
     for name, d, size in _fixed(case, mode, tensors, symbols, grad=True):
-        fail(
-            f"{case.name}: its backward fixes dimension {d} of {name} to {size}, although it takes other sizes; every new "
-            "size compiles again",
-            "in setup_context and backward, use sizes as they are (no int()), and give an operator that takes one as an "
-            "argument SymInt in its schema instead of int",
-        )
+        again = f"{case.name}: its backward fixes dimension {d} of {name} to {size}, although it takes other sizes; every new "
+        again += "size compiles again"
+        if int(size) in taken.by:
+            fail(
+                f"{again}: {taken.by[int(size)]} takes the size as an int", "write SymInt in its schema instead of int"
+            )
+        warn(again, "in setup_context and backward, use sizes as they are: no int(), and no Python loop over a size")
     return "with its backward"
+
+
+class _Ints(TorchDispatchMode):
+    """Collects the numbers that operators of other libraries than PyTorch take as an int."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by: dict[int, str] = {}  # the operator that takes the number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            is_int = str(argument.type) in ("int", "List[int]") and not is_symbolic(func, argument.name)
+            if func.namespace not in ("aten", "prim", "prims") and is_int:
+                self.by.update(dict.fromkeys([value] if isinstance(value, int) else value, func.name()))
+        return func(*args, **(kwargs or {}))
 
 
 def _fixed(

@@ -30,6 +30,7 @@ from openreg_tools.checker.checks.common import (
     reversed_in,
     skip,
     stepped,
+    unaligned,
     warn,
 )
 from openreg_tools.checker.checks.fakes import strides_of
@@ -163,11 +164,12 @@ def _arrivals(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "a slice of a wider one, as after cat or split", padded(x)
     if x.dim() > 1:
         yield "transposed", permuted(x)
-        yield "a slice with an offset, as after cat along dimension 0", torch.cat([x, x])[len(x) :]
     if x.dim() > 2:
-        yield "a slice along dimension 1", torch.cat([x, x], 1)[:, : x.shape[1]]
+        yield "a slice along dimension 1", torch.cat([-x, x], 1)[:, x.shape[1] :]
     yield "every other element of a longer one", stepped(x)
     if x.dim():
+        yield "a slice with an offset, as after cat along dimension 0", torch.cat([-x, x])[len(x) :]
+        yield "contiguous, one element into its memory, which is not aligned to 16 bytes", unaligned(x)
         yield "expanded with strides of 0, as after sum()", _spread(x, every)
     if x.dim() > 1:
         yield "expanded along dimension 0, as after sum(0)", _spread(x, [0])

@@ -14,7 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools.checker.case import Case, Outcome, attached, last_line
-from openreg_tools.checker.checks.common import dtype_name, fail, resized, scaled, sizes_of, skip, warn
+from openreg_tools.checker.checks.common import dtype_name, fail, is_symbolic, resized, scaled, sizes_of, skip, warn
 from openreg_tools.checker.checks.derivatives import derivative, gradcheck
 from openreg_tools.checker.checks.fakes import fake_mode, run_fake
 from openreg_tools.samples import Sample
@@ -273,7 +273,7 @@ def _unlike(real: Any, said: Any) -> str:
 
 def int_sizes(case: Case) -> str | None:
     """An argument that is a size of an output is SymInt in the schema, so that a new size does not compile again."""
-    ints = [each for each in case.schema.arguments if "int" in str(each.type) and not _symbolic(case, each.name)]
+    ints = [each for each in case.schema.arguments if "int" in str(each.type) and not is_symbolic(case.op, each.name)]
     if not ints:
         skip("no argument is an int")
     args, kwargs = case.arguments(case.fresh())
@@ -299,11 +299,6 @@ def int_sizes(case: Case) -> str | None:
             fixed = isinstance(argument.default_value, int) and n not in sizes
             (warn if fixed else fail)(sentence, remedy)
     return None
-
-
-def _symbolic(case: Case, name: str) -> bool:
-    """Whether an argument's type in the schema is SymInt, which its Python type does not say."""
-    return bool(re.search(rf"\bSymInt\S* {name}\b", str(case.schema)))
 
 
 def _size_of_output(case: Case, given: dict[str, Any], name: str, n: int, other: Any) -> str | None:
