@@ -169,6 +169,7 @@ class Report:
         failed.sort(
             key=lambda check: (
                 each_part.index(parts[check]) if parts[check] in PARTS else -1,
+                ENDED not in self.of("fail", check)[0].sentence,
                 _PART.get(check) != parts[check],
                 _ORDER.index(check) if check in _PART else len(_ORDER),
             )
