@@ -15,7 +15,7 @@ def keep_scores():
 
     @torch.library.custom_op("mistakes::keep_scores", mutates_args=())
     def op(scores: Tensor, least: float) -> Tensor:
-        return (scores > least).nonzero().squeeze(-1)
+        return (scores.reshape(-1) > least).nonzero().squeeze(-1)
 
     op.register_fake(lambda scores, least: scores.new_empty(get_ctx().new_dynamic_size(), dtype=torch.long))
     return Example(op, [(torch.rand(6), 0.5)])
@@ -46,9 +46,13 @@ def dequantize():
 
     @torch.library.custom_op("mistakes::dequantize", mutates_args=())
     def op(x: Tensor, scale: Tensor) -> Tensor:
-        return (x * scale.unsqueeze(-1)).to(torch.float32)
+        torch._check(x.dim() == 2, lambda: "x must have 2 dimensions")
+        return (x * scale.unsqueeze(-1)).to(torch.float32).contiguous()
 
-    op.register_fake(lambda x, scale: x.new_empty(x.shape, dtype=torch.float32))
+    @op.register_fake
+    def _(x, scale):
+        torch._check(x.dim() == 2, lambda: "x must have 2 dimensions")
+        return x.new_empty(x.shape, dtype=torch.float32)
 
     def backward(ctx, grad):
         x, scale = ctx.saved_tensors
