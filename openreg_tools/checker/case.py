@@ -23,6 +23,10 @@ def name_of(op: Operator) -> str:
     return op.name().removesuffix(".default")
 
 
+# What Case.trying is told before a call with fake tensors; the report then names the fake kernel.
+FAKE = "fake tensors, which have no memory"
+
+
 class Outcome(Exception):  # noqa: N818 -- it ends a check; only some of them are errors
     """Ends a check that has something to report."""
 
@@ -208,13 +212,14 @@ class Case:
 
     @functools.cached_property
     def wide(self) -> torch.dtype | None:
-        """float64 if the operator supports it, else None for the samples' own dtypes."""
+        """float64 if the operator takes it and its results are as exact, else None for the samples' own dtypes."""
         try:
             with torch.no_grad():
-                self.run(*self.fresh(dtype=torch.float64))
-            return torch.float64
+                outs = self.run(*self.fresh(dtype=torch.float64))
         except Exception:
             return None
+        exact = all(out.dtype in (torch.float64, torch.complex128) for out in outs if differentiable(out))
+        return torch.float64 if exact else None
 
     @functools.cached_property
     def derivative(self) -> Outcome:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from openreg_tools import pages
+from openreg_tools.checker.case import FAKE
 from openreg_tools.forms import wrapped
 
 DOCS = "docs/checker.md"
+ENDED = "the process ends in this check"
 MARKS = {"pass": ".", "fail": "FAIL", "warn": "warn", "known": "known", "refused": "ref", "limit": "lim", "skip": "-"}
 MEANINGS = {
     "pass": "correct",
@@ -35,9 +37,10 @@ PARTS = {
         "empty zero_dim large half_precision reference"
     ).split(),
     "backward": (
-        "saved_tensors backward gradcheck frozen_arguments broadcast_gradients gradient_layouts gradgradcheck forward_ad func_grad"
+        "saved_tensors backward gradcheck frozen_arguments broadcast_gradients gradient_layouts gradgradcheck forward_ad func_grad "
+        "opcheck_autograd_registration"
     ).split(),
-    "fake kernel": "fake_layouts fake_dtypes fake_dynamic fake_numbers fake_unbacked opcheck_faketensor".split(),
+    "fake kernel": "fake_layouts fake_errors fake_dtypes fake_dynamic fake_numbers fake_unbacked opcheck_faketensor".split(),
     # These run several parts, so they also fail where one of the parts is wrong.
     "program": (
         "compile compile_unbacked export export_unbacked opcheck_aot_dispatch_dynamic functionalization vmap vmap_grad "
@@ -63,6 +66,13 @@ class Result:
     def docs(self) -> str:
         """The documentation of the check."""
         return f"{DOCS}#{self.check}"
+
+
+def _part(result: Result) -> str:
+    """The part of the operator that a failure is about."""
+    if ENDED in result.sentence:  # whatever the check is about, it did not come to that
+        return "fake kernel" if FAKE in result.sentence else "kernel" if "given " in result.sentence else "program"
+    return _PART.get(result.check, result.check)
 
 
 @dataclasses.dataclass
@@ -154,10 +164,18 @@ class Report:
         """
         found: dict[str, Cause] = {}
         failed = [check for check in self.about if self.of("fail", check)]
-        failed.sort(key=lambda check: _ORDER.index(check) if check in _PART else -1)
+        parts = {check: _part(self.of("fail", check)[0]) for check in failed}
+        each_part = list(PARTS)
+        failed.sort(
+            key=lambda check: (
+                each_part.index(parts[check]) if parts[check] in PARTS else -1,
+                ENDED not in self.of("fail", check)[0].sentence,
+                _PART.get(check) != parts[check],
+                _ORDER.index(check) if check in _PART else len(_ORDER),
+            )
+        )
         for check in failed:
-            results = self.of("fail", check)
-            part = _PART.get(check, check)
+            results, part = self.of("fail", check), parts[check]
             if part == "backward" and "kernel" in found:
                 part = "kernel"
             if part == "program":

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from openreg_tools import forked
-from openreg_tools.checker.case import last_line
+from openreg_tools.checker.case import FAKE, last_line
 from openreg_tools.checker.checks import UNUSUAL
-from openreg_tools.checker.report import Report, Result
+from openreg_tools.checker.report import ENDED, Report, Result
 from openreg_tools.forms import Wrong
 
 if TYPE_CHECKING:
@@ -151,9 +151,14 @@ def _where(report: Report, i: int, name: str) -> str:
 
 def _ended(report: Report, i: int, name: str, error: forked.Ended, trying: str) -> Result:
     given = f"given {trying}, " if trying else ""
-    what = "the check does not end" if isinstance(error, forked.Hung) else "the process ends in this check"
+    what = "the check does not end" if isinstance(error, forked.Hung) else ENDED
     remedy = "the operator must return or raise an exception; run its calls in a debugger to see where it stops"
-    if trying and not isinstance(error, forked.Hung):
+    if trying == FAKE:
+        remedy = (
+            "register a fake kernel (torch.library.register_fake): without one, a kernel at CompositeExplicitAutograd, which "
+            "holds for every device, reads the memory of tensors that have none"
+        )
+    elif trying and not isinstance(error, forked.Hung):
         remedy = (
             "the kernel reads or writes outside its arguments for these inputs: check sizes and the values of indices "
             "before it touches memory (TORCH_CHECK, torch._check)"

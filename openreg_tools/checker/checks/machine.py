@@ -30,7 +30,14 @@ def garbage(case: Case, pattern: int) -> Iterator[None]:
         for _ in range(4):
             blocks.append(torch.full((x.numel() * x.element_size(),), pattern, dtype=torch.uint8, device=case.device))
     del blocks
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if kind == "cpu" else None
+    with perturbed(pattern) if kind == "cpu" else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def perturbed(pattern: int) -> Iterator[None]:
+    """Let malloc fill memory with the byte `pattern`, if the C library can."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if not mallopt:
         yield
         return

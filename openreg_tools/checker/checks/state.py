@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from openreg_tools import forked
 from openreg_tools.checker.case import Case, cotangents, differentiable, gradients, last_line
 from openreg_tools.checker.checks.common import differs, fail, plain, resized, scaled, sizes_of, skip
+from openreg_tools.checker.checks.machine import perturbed
 from openreg_tools.samples import Sample
 
 # ---- generators ----
@@ -260,7 +261,10 @@ def state(case: Case) -> str | None:
         if alone and not isinstance(alone[0], str) and (wrong := _unlike(on_host[0].run(), alone[0])):
             fail(f"{case.name}: after a call on {case.device}, a call on the CPU gives {wrong}", KEY)
         calls.append(on_host[0])
-    first = [call.run() for call in calls]
+    first = []
+    for call in calls:
+        case.trying(call.what)
+        first.append(call.run())
     for call, was in list(zip(calls, first, strict=True))[::-1]:
         again = call.run()
         if (wrong := _unlike(again, was)) and not _unlike(again, call.run()):  # else: see determinism
@@ -304,6 +308,10 @@ def _orders(case: Case, given: list[_Call]) -> list[_Call]:
             continue
         alone, again = in_child([calls[i]]), in_child([calls[i]])
         if not alone or not again or isinstance(alone[0], str) or _unlike(alone[0], again[0]):  # see determinism
+            continue
+        with perturbed(0x5A):
+            dirty = in_child([calls[i]])
+        if not dirty or _unlike(dirty[0], alone[0]):  # it reads memory that is not its own: see poison and sizes
             continue
         for k in (k for k in range(count) if k != i):
             pair = in_child([calls[k], calls[i]])

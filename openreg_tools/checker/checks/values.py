@@ -49,6 +49,7 @@ def schema(case: Case) -> str | None:
     if differentiable_too:
         _backward_writes(case, case.fresh(grad=True), 1)
     for which, tensors in _variants(case):
+        case.trying(f"inputs ({which.rstrip(',')})")
         with only_outcomes():
             _schema_of(case, tensors, which)
     if differentiable_too:
@@ -143,7 +144,7 @@ def _schema_of(case: Case, tensors: list[Tensor], which: str) -> None:
             fail(
                 f"{case.name}: the schema says that {name} is not written to, but the call changed the memory "
                 f"of {name} ({which} {list(x.shape)})",
-                copy,
+                copy + ("; if it should not write there, check the range of indices" if "values" in which else ""),
             )
         if x._version != versions[i] and storages[i] not in allowed:
             fail(
