@@ -40,10 +40,10 @@ PARTS = {
         "saved_tensors backward gradcheck frozen_arguments broadcast_gradients gradient_layouts gradgradcheck forward_ad func_grad "
         "opcheck_autograd_registration"
     ).split(),
-    "fake kernel": "fake_layouts fake_errors fake_dtypes fake_dynamic fake_numbers fake_unbacked opcheck_faketensor".split(),
+    "fake kernel": "fake_layouts fake_errors fake_dtypes fake_dynamic fake_numbers fake_unbacked".split(),
     # These run several parts, so they also fail where one of the parts is wrong.
     "program": (
-        "compile compile_unbacked export export_unbacked opcheck_aot_dispatch_dynamic functionalization vmap vmap_grad "
+        "opcheck_faketensor compile compile_unbacked export export_unbacked opcheck_aot_dispatch_dynamic functionalization vmap vmap_grad "
         "jit_trace jit_script copies dtensor"
     ).split(),
 }
