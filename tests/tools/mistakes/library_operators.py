@@ -18,9 +18,7 @@ def keep_scores():
         return (scores.reshape(-1) > least).nonzero().squeeze(-1)
 
     op.register_fake(lambda scores, least: scores.new_empty(get_ctx().new_dynamic_size(), dtype=torch.long))
-    return Example(
-        op, [(torch.tensor([0.4963, 0.7682, 0.0885, 0.1320, 0.3074, 0.6341]), 0.5)]
-    )  # a scaled row keeps others
+    return Example(op, [(torch.tensor([0.4963, 0.7682, 0.0885, 0.1320, 0.3074, 0.6341]), 0.5)])
 
 
 @right()
