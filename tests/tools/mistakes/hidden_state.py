@@ -130,6 +130,7 @@ def packed_weight_by_address():
     "threads",
     "compile",
     "vmap_grad",
+    "saved_tensors",
     "opcheck_aot_dispatch_dynamic",
 )
 def input_kept_in_a_global():
