@@ -305,6 +305,8 @@ def autocast(case: Case) -> str | None:
             with torch.autocast(kind, dtype=torch.bfloat16):
                 outs = plain(case, tensors)
         except Exception as error:
+            if "do not support kwargs" in str(error):
+                limit("torch.library.register_autocast does not support keyword-only arguments")
             # What only serves inference, or writes to a cache, gets the dtypes that its caller chose.
             trains = case.derivative.status == "pass" and not case.mutable
             elsewhere = case.has_kernel("AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastPrivateUse1")
