@@ -80,13 +80,26 @@ def define(
     return getattr(torch.ops.mistakes, schema.partition("(")[0]).default
 
 
+def contiguous_like(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """A fake kernel."""
+    return x.new_empty(x.shape)
+
+
+def no_derivative(ctx: Any, *grads: Any) -> None:
+    """A backward that refuses."""
+    raise NotImplementedError("this operator has no derivative")
+
+
+def keeps_nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    """A setup_context."""
+
+
 def without_gradient(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], **more: Any) -> Any:
     """The same, for an operator that has no derivative, and says so."""
 
-    def refuse(ctx: Any, *grads: Any) -> None:
-        raise NotImplementedError("this operator has no derivative")
-
-    return define(schema, kernel, fake, refuse, lambda ctx, inputs, output, keyword_only_inputs=None: None, **more)
+    return define(
+        schema, kernel, fake, no_derivative, lambda ctx, inputs, output, keyword_only_inputs=None: None, **more
+    )
 
 
 def load() -> list[Operator]:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Generator
 
-from mistakes import Example, define, right, wrong
+from mistakes import Example, define, no_derivative, right, wrong
 
 X = torch.rand(4, 6, generator=Generator().manual_seed(0)) + 0.25
 SEEDED = (torch.Tag.nondeterministic_seeded,)
 NOISE = "(Tensor x, float p=0.5, *, Generator? generator=None) -> Tensor"
-
-
-def no_derivative(ctx, *grads):
-    raise NotImplementedError("it has no derivative")
 
 
 def shaped(x, *rest, generator=None):
