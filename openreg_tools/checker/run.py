@@ -95,7 +95,7 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
                 result = Result(name, i, "skip", stopped[i]) if i in stopped else checks.result(i, name)
                 answer({"result": dataclasses.asdict(result)})
 
-    while True:
+    while report is None or len(report.results) < len(planned):
         if report and planned[len(report.results)][1] in ALONE:
             importlib.import_module("torch._dynamo")  # a call of a custom_op imports it: once here, not in every child
         started, at, trying, since = None, None, "", time.perf_counter()
@@ -115,8 +115,6 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
                 if "result" in said:
                     report.results.append(Result(**said["result"]))
                     at = None
-            if len(report.results) == len(planned):
-                break
         except forked.Ended as error:
             if report is None:
                 if started is None:  # the operator has no part in this

@@ -325,7 +325,7 @@ def test_refused(files, name, message):
             "check: --abi takes a library, --require-stable and --json",
         ),
         (["aten::add", "--require-stable"], "check: --require-stable applies to a library: give --abi LIBRARY too"),
-        ([], "check: expected an operator, or --abi LIBRARY"),
+        ([], "check: expected an operator, --explain CHECK or --abi LIBRARY"),
     ],
 )
 def test_wrong_arguments(arguments, message):

@@ -63,7 +63,7 @@ def tool(tmp_path_factory):
 def test_check(tool):
     status, said = tool("check", "young::twice", "--input", "f32[4,6]", "--quiet")
     assert status == 0, said
-    assert "The package of the device lacks aten::cat.out, " in said and "get_rng_state()" in said
+    assert "The package of the device lacks aten::" in said and "get_rng_state()" in said
     assert "the checks that need them were skipped" in said and "young::twice passes" in said
 
 

@@ -278,6 +278,15 @@ def vmap_grad(case: Case) -> str | None:
     return None
 
 
+def _takes_half(case: Case, floats: list[int]) -> bool:
+    """Whether it accepts bfloat16 for every floating-point tensor."""
+    try:
+        plain(case, [x.bfloat16() if i in floats else x for i, x in enumerate(case.fresh())])
+    except Exception:
+        return False
+    return True
+
+
 def autocast(case: Case) -> str | None:
     """Under autocast it accepts the dtypes that a preceding linear produces, with its own policy."""
     kind = case.device.type
@@ -307,10 +316,11 @@ def autocast(case: Case) -> str | None:
         except Exception as error:
             if "do not support kwargs" in str(error):
                 limit("torch.library.register_autocast does not support keyword-only arguments")
-            # What only serves inference, or writes to a cache, gets the dtypes that its caller chose.
-            trains = case.derivative.status == "pass" and not case.mutable
             elsewhere = case.has_kernel("AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastPrivateUse1")
-            (fail if policy or trains and not elsewhere else warn)(
+            needed = (
+                not case.mutable and not elsewhere and (case.derivative.status == "pass" or _takes_half(case, floats))
+            )
+            (fail if policy or needed else warn)(
                 f"{case.name}: under autocast, given what a linear returns ({said}), it raised {last_line(error)}; "
                 + ("its autocast kernel does not cast" if policy else f"it has no kernel at Autocast{case.key}"),
                 "register an autocast policy: torch.library.register_autocast(op, device_type, dtype), or a kernel at the "
