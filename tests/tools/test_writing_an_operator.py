@@ -226,6 +226,6 @@ def test_guide_for_authors_outside_runs(tmp_path):
     for program in ("use_my_ops.py", "my_python_ops.py"):
         out = run(sys.executable, program, cwd=tmp_path, PYTHONPATH=path, TORCH_EXTENSIONS_DIR=extensions, MAX_JOBS="1")
         if program == "use_my_ops.py":  # the remarks that the guide explains
-            remarks = ["refused dtensor", "warn forward_ad"]
+            remarks = ["refused dtensor", "refused half_precision", "warn forward_ad"]
             assert re.findall(r"^(?:warn|refused) \w+", out, re.M) == remarks
             assert re.search(r"PyTorch's own limits.* func_grad,\s+vmap_grad", out)
