@@ -383,8 +383,7 @@ class Checks:
         """Run one check on one sample."""
         start = time.perf_counter()
         with _interrupts() as interrupts:
-            # `state` needs processes in which the operator has not run.
-            case, refusal = (self._new_case(i), "") if name == "state" else self._of_sample(i)
+            case, refusal = (self._new_case(i), "") if name in run.ALONE else self._of_sample(i)
             if refusal and name != "runs":
                 outcome = Outcome("skip", f"{case.name} refuses this sample")
             elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):

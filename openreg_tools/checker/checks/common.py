@@ -307,7 +307,7 @@ def _slices(tensors: Sequence[Tensor]) -> list[Tensor]:
     return out
 
 
-# Of contiguous tensors that start inside their storage: a kernel has no reason to treat them in another way.
+# The layouts that are contiguous but start inside their storage. A kernel has no reason to treat them in another way.
 CONTIGUOUS = {
     "offset": "that start 16 bytes into their storage",
     "unaligned": "that start one element into their storage, which is not aligned to 16 bytes",

@@ -312,7 +312,7 @@ def gradgradcheck(case: Case) -> str | None:
                     f"double backward ends in that operator's error: {last_line(error)}",
                     remedy,
                 )
-            if refused(error) and "once_differentiable" not in str(error):  # which torch.func never asks
+            if refused(error) and "once_differentiable" not in str(error):  # torch.func never asks that node
                 _after_vjp(case, False, remedy)
             refuse_or_fail(case, error, "the second derivative", remedy)
     _after_vjp(case, True, remedy)

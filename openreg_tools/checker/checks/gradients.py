@@ -339,7 +339,7 @@ def _kept(case: Case, tensors: list[Tensor], grad: bool = True) -> tuple[list[st
     if case.device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(case.device)
     enabled, made = gc.isenabled(), _Made()
-    gc.disable()  # which would free a reference cycle
+    gc.disable()  # a collection would free a reference cycle
     try:
         with made, torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x), torch.set_grad_enabled(grad):
             inputs = [x.requires_grad_().clone() if flag else x for x, flag in zip(tensors, case.wanted, strict=True)]

@@ -247,7 +247,7 @@ def state(case: Case) -> str | None:
     """A result depends on the arguments alone, not on earlier or later calls."""
     if any(isinstance(each, torch.ScriptObject) for each in case.constants.values()):
         skip("its sample has an object with a state of its own")
-    importlib.import_module("torch._dynamo")  # which a call of a custom_op imports: once here, not in every child
+    importlib.import_module("torch._dynamo")  # A call of a custom_op imports it: once here, not in every child.
     calls = _calls(case)
     if case.device.type == "cpu":
         calls = _orders(case, calls)

@@ -157,7 +157,7 @@ def devices(case: Case) -> str | None:
             if expected.device.type == there.type and out.device != there:
                 fail(f"{case.name}: output {i} is on {out.device}, but the arguments are on {there}", remedy)
         got, races = _everything(moved, torch.Stream(device=there))
-        delays = _delays(case) and not races  # which `stream` reports
+        delays = _delays(case) and not races  # `stream` reports races
         late = _late(moved, torch.accelerator.current_stream(there)) if delays else got
     except RuntimeError as error:
         refuse_or_fail(case, error, f"{where} it", remedy)
