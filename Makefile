@@ -82,7 +82,7 @@ sdist: $(VENV)/.wheel
 
 # What changed since the newest working torch, and which registrations break. Needs no build.
 drift: $(VENV)/.requirements
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(BIN)/python -m openreg_tools drift 2.15.0 installed --sources csrc openreg_ops meta $(ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(BIN)/python -m openreg_tools drift 2.15.0 installed --sources csrc openreg_ops meta --role dense $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

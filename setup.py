@@ -118,9 +118,9 @@ def openreg_tools() -> str:
 
 
 # How many files of a folder the compiler gets as one: few for operators, so that a change to one builds quickly.
-TOGETHER = {"csrc/ops": 3, "csrc/runtime": 20}
+TOGETHER = {"csrc/ops": 3}
 # Note [Libraries]
-RUNTIME = "csrc/runtime"
+RUNTIME = "csrc/runtime/"
 KERNELS = ("csrc/ops", "csrc/aten/attention")
 RUNTIME_LIBRARY = "libopenreg_ops.so"
 APART = {
@@ -172,7 +172,7 @@ WARNINGS = [
 if not CLANG:  # in g++ 12's own headers
     WARNINGS += ["-Wno-interference-size", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 # For code that does not matter at run time, inlining calls is enough: that compiles in three quarters of the time.
-COLD = ("csrc", "csrc/backend")
+COLD = ("csrc/backend", "csrc/bindings")
 FULL = ["-O2"]
 LIGHT = ["-O1", "-finline-functions", "-finline-small-functions", "-findirect-inlining"]
 UNCOLLECTED = ["--param", "ggc-min-heapsize=4000000"]  # g++ spends a tenth of its time on garbage collection
@@ -232,12 +232,13 @@ def rules(sources: list[str], module: str) -> str:
         for name, files in units(sources).items():
             unit, folder = f"{BUILD}/{capability}/{name}", os.path.dirname(files[0])
             write(ROOT / unit, "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in files))
-            with_torch = folder != RUNTIME
+            for_runtime = name.startswith(RUNTIME.replace("/", "_"))
             header = f"{BUILD}/{capability}/precompiled.h"
             edge = f"build {unit}.o: compile {unit} | {made_with}"
-            lines.append(edge + f" {header}{suffix}\n  with = -include {header}" * with_torch)
-            visible = ["-fvisibility=default", "-fno-semantic-interposition"] * (folder == RUNTIME)  # to _C
-            lines.append(f"  flags = {shell(*vectors(capability), *(light if folder in COLD else full), *visible)}")
+            lines.append(edge + f" {header}{suffix}\n  with = -include {header}" * (not for_runtime))
+            visible = ["-fvisibility=default", "-fno-semantic-interposition"] * for_runtime  # to _C
+            level = light if folder.startswith(COLD) else full
+            lines.append(f"  flags = {shell(*vectors(capability), *level, *visible)}")
             lines.append(f"  files = {' '.join(Path(file).stem for file in files)}")
             found.append(unit + ".o")
         every.extend(found)
@@ -250,7 +251,7 @@ def rules(sources: list[str], module: str) -> str:
         lines.append(f"  flags = {shell(*vectors(capability), *full)}")
         lines.append(f"build {BUILD}/{library(capability)}: link {objects(kernels, capability)} | {BUILD}/{module}")
         lines.append(f"  with = {BUILD}/{module} {torch}")
-    runtime = [source for source in sources if os.path.dirname(source) == RUNTIME]
+    runtime = [source for source in sources if source.startswith(RUNTIME)]
     rest = [source for source in sources if source not in kernels and source not in runtime]
     lines.append(f"build {BUILD}/{RUNTIME_LIBRARY}: link {objects(runtime, CAPABILITIES[0])}")
     lines.append(f"  with = -Wl,-soname,{RUNTIME_LIBRARY} -Wl,-Bsymbolic-functions -pthread")
@@ -304,7 +305,7 @@ class Build(build_ext):
             '"""Written by setup.py: what the extension was built with."""\n\n'
             f'VERSION = "{VERSION}"\nTORCH_VERSION = "{TORCH_VERSION}"\n'
             f"CPU_CAPABILITIES = {tuple(CAPABILITIES)!r}  # the narrowest first\n"
-            f"# Note [CPU scalars] in csrc/aten/host_scalars.h\nHOST_SCALARS = {host_scalars()!r}\n"
+            f"# Note [CPU scalars] in csrc/aten/traits/host_scalars.h\nHOST_SCALARS = {host_scalars()!r}\n"
         )
 
 

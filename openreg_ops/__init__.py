@@ -111,7 +111,7 @@ def _end_workers() -> None:
 
 
 atexit.register(_C.observe, False)
-atexit.register(_end_workers)  # from here on, the last one first; see Note [Exit] in csrc/exit_bindings.cpp
+atexit.register(_end_workers)  # from here on, the last one first; see Note [Exit] in csrc/bindings/exit.cpp
 atexit.register(_C.end_autograd_threads)
 atexit.register(_end_threads)
 

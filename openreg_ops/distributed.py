@@ -1,7 +1,7 @@
 """The c10d backend "occl": `torch.distributed` on device tensors. Gloo works on them in place.
 
 `init_process_group()` chooses it by default; ``"occl"``, ``"openreg:occl"`` and ``"cpu:gloo,openreg:occl"`` name it.
-See Note [Distributed] in csrc/backend/distributed.h.
+See Note [Distributed] in csrc/backend/distributed/process_group.h.
 """
 
 from __future__ import annotations

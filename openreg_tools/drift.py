@@ -27,7 +27,7 @@ class Registration:
     """A backend's kernel for an operator of aten."""
 
     operator: str  # "add.out"
-    where: str  # "csrc/aten/minimal.cpp:128"
+    where: str  # "csrc/aten/factory.cpp:128"
     boxed: bool = False  # takes any schema
 
 
@@ -239,18 +239,18 @@ def _exact(where: str, operator: str) -> str:
     return where
 
 
-_BLOCK = re.compile(r"TORCH_LIBRARY_IMPL\(\s*(aten|_)\s*,\s*(\w+)\s*,[^{]*\{")
+_BLOCK = re.compile(r"\w*LIBRARY_IMPL\(\s*(aten|_)\s*,\s*(\w+)\s*,[^{]*\{")
 _COMMENT = re.compile(
     r"""(R"(\w*)\(.*?\)\2"|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])')|//[^\n]*|/\*.*?\*/""", re.S
 )  # or a string, which contains none
 _IMPL = re.compile(r"""\.impl\(\s*["'](?:aten::)?([\w.]+)["'].*?["'](\w+)["']\s*\)""", re.S)
 
 
-def scan(folder: Path, key: str, known: Manifest) -> list[Registration]:
+def scan(folder: Path, key: str, known: Manifest, role: str = "") -> list[Registration]:
     """The registrations for `key` in the C++ and Python files below a folder, without running anything.
 
     `known` says which strings are operator names. Names that a macro assembles are not found: import the backend
-    instead.
+    instead. `role` is what a registration macro of the backend's own calls the key.
     """
     found = []
     for path, text in _files(folder):
@@ -259,7 +259,7 @@ def scan(folder: Path, key: str, known: Manifest) -> list[Registration]:
         else:
             places = [
                 (start + m.start(), m[1])
-                for start, end in _blocks(text, "aten", key)
+                for start, end in _blocks(text, "aten", (key, role))
                 for m in re.finditer(r'"(?:aten::)?([\w.]+)"', text[start:end])
                 if m[1] in known.operators
             ]
@@ -268,7 +268,7 @@ def scan(folder: Path, key: str, known: Manifest) -> list[Registration]:
     return found
 
 
-def scan_fallback(folder: Path, key: str) -> str:
+def scan_fallback(folder: Path, key: str, role: str = "") -> str:
     """The place of the fallback for `key` in the files below a folder, in C++ or in Python; empty if there is none."""
     for path, text in _files(folder):
         if path.suffix == ".py":
@@ -276,7 +276,7 @@ def scan_fallback(folder: Path, key: str) -> str:
         else:
             found = [
                 text.count("\n", 0, start + m.start()) + 1
-                for start, end in _blocks(text, "_", key)
+                for start, end in _blocks(text, "_", (key, role))
                 for m in re.finditer(r"\.fallback\s*\([^;]*", text[start:end])
                 if "makeFallthrough" not in m[0]
             ]
@@ -314,9 +314,9 @@ def _files(folder: Path) -> Iterator[tuple[Path, str]]:
             yield path, text if path.suffix == ".py" else _COMMENT.sub(lambda m: m[1] or "\n" * m[0].count("\n"), text)
 
 
-def _blocks(text: str, namespace: str, key: str) -> list[tuple[int, int]]:
+def _blocks(text: str, namespace: str, keys: tuple[str, str]) -> list[tuple[int, int]]:
     """Where the blocks TORCH_LIBRARY_IMPL(namespace, key, m) { ... } of a file begin and end."""
-    return [(m.end(), _end(text, m.end())) for m in _BLOCK.finditer(text) if (m[1], m[2]) == (namespace, key)]
+    return [(m.end(), _end(text, m.end())) for m in _BLOCK.finditer(text) if m[1] == namespace and m[2] in keys]
 
 
 def _end(text: str, start: int) -> int:
@@ -360,7 +360,13 @@ def _troubles(found: Drift, registrations: list[Registration], old: Manifest, ne
 
 
 def drift(
-    old: str, new: str, *, device: str | None = None, key: str | None = None, sources: list[Path] | None = None
+    old: str,
+    new: str,
+    *,
+    device: str | None = None,
+    key: str | None = None,
+    sources: list[Path] | None = None,
+    role: str = "",
 ) -> Drift:
     """Compare two versions, and report what breaks in a backend: the backend of `device` or `key` in this process, or
     `sources`.
@@ -368,6 +374,7 @@ def drift(
     Args:
         old, new: as `manifest.read` takes them: "2.13.0", "installed", a wheel, an environment's folder, a manifest.
         sources: folders whose files are searched for registrations and a fallback, instead of those in the process.
+        role: what a registration macro of the backend's own calls the key, as in MY_LIBRARY_IMPL(aten, ROLE, m).
     Raises:
         Wrong: one of these does not exist.
     """
@@ -377,8 +384,8 @@ def drift(
     target = dispatch.target(device, key or (None if device else "PrivateUse1"))
     found = compare(before, after, target.key)
     if sources:
-        registrations = [r for folder in sources for r in scan(folder, target.key, before)]
-        place = next(filter(None, (scan_fallback(folder, target.key) for folder in sources)), "")
+        registrations = [r for folder in sources for r in scan(folder, target.key, before, role)]
+        place = next(filter(None, (scan_fallback(folder, target.key, role) for folder in sources)), "")
         found.fallback = f"the fallback in {place}" if place else ""
     else:
         registrations = registered(target.key)
@@ -400,6 +407,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("new", metavar="NEW", nargs="?", help="the same")
     parser.add_argument("--sources", nargs="+", type=Path, metavar="FOLDER",
                         help="folders to search for the backend's registrations and fallback, instead of importing it")  # fmt: skip
+    parser.add_argument("--role", default="", metavar="NAME",
+                        help="what the sources' own macro calls the key: MY_LIBRARY_IMPL(aten, NAME, m)")  # fmt: skip
     parser.add_argument("--save", type=Path, metavar="FILE", help="save the manifest of OLD, as .json or .json.gz")
     parser.add_argument("--verbose", action="store_true", help="show the derivatives that changed")
     dispatch.add_arguments(parser, default=False)
@@ -418,7 +427,8 @@ def main(arguments: argparse.Namespace) -> int:
         device = arguments.device
         if not (device or arguments.key or arguments.sources) and backends.registered():
             device = dispatch.default()
-        report = drift(arguments.old, arguments.new, device=device, key=arguments.key, sources=arguments.sources)
+        named = {"device": device, "key": arguments.key, "sources": arguments.sources, "role": arguments.role}
+        report = drift(arguments.old, arguments.new, **named)
     except Wrong as error:
         print(f"drift: {error}", file=sys.stderr)
         return 2

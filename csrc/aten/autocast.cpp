@@ -5,6 +5,8 @@
 #include <torch/csrc/jit/runtime/operator.h>
 #include <torch/library.h>
 
+#include "backend/identity/identity.h"
+
 namespace openreg {
 namespace {
 
@@ -31,7 +33,7 @@ at::Tensor binary_cross_entropy(const at::Tensor&, const at::Tensor&, const std:
       "aten::is_autocast_enabled() -> bool",
       [](torch::jit::Stack& stack) {
         torch::jit::push(
-            stack, at::autocast::is_autocast_enabled(at::kPrivateUse1) || at::autocast::is_autocast_enabled(at::kCUDA));
+            stack, at::autocast::is_autocast_enabled(identity.type) || at::autocast::is_autocast_enabled(at::kCUDA));
       },
       c10::AliasAnalysisKind::CONSERVATIVE));
   return true;
@@ -40,11 +42,11 @@ at::Tensor binary_cross_entropy(const at::Tensor&, const at::Tensor&, const std:
 } // namespace
 
 // Operators without a policy pass through.
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(_, autocast, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, autocast, m) {
 #define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define FLOAT32_SET_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)

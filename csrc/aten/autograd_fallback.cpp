@@ -1,11 +1,14 @@
 // See autograd_fallback.h, and Note [Replacing a fallback].
-#include "autograd_fallback.h"
+
+#include "aten/autograd_fallback.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <optional>
+
+#include "backend/identity/identity.h"
 
 // Note [Replacing a fallback]
 // libtorch registers its own fallback for AutogradPrivateUse1, which at most warns, and the dispatcher accepts one
@@ -31,8 +34,8 @@ void set_autograd_fallback(const std::string& mode) {
   // Leaked: see register_native_kernels().
   static auto* library = new std::optional<torch::Library>;
   if (library->has_value()) library->reset();
-  else deregister_fallback(c10::Dispatcher::singleton(), c10::DispatchKey::AutogradPrivateUse1);
-  library->emplace(torch::Library::IMPL, "_", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
+  else deregister_fallback(c10::Dispatcher::singleton(), identity.autograd);
+  library->emplace(torch::Library::IMPL, "_", identity.autograd, __FILE__, __LINE__);
   if (mode == "error") {
     (*library)->fallback(torch::autograd::autogradNotImplementedFallback());
   } else if (mode == "warn") {

@@ -11,17 +11,18 @@
 #include <cstring>
 #include <memory>
 
-#include "../backend/host_allocator.h"
-#include "../backend/sync_debug.h"
-#include "../runtime/event.h"
-#include "../runtime/fault.h"
-#include "../runtime/memory.h"
-#include "../runtime/profile.h"
-#include "../runtime/schedule.h"
-#include "../runtime/stream.h"
-#include "captured.h"
-#include "cpu_call.h"
-#include "queued.h"
+#include "aten/cpu_call.h"
+#include "aten/deferred/captured.h"
+#include "aten/deferred/queued.h"
+#include "backend/host_allocator.h"
+#include "backend/identity/identity.h"
+#include "backend/sync_debug.h"
+#include "runtime/explore/schedule.h"
+#include "runtime/memory/memory.h"
+#include "runtime/process/fault.h"
+#include "runtime/process/profile.h"
+#include "runtime/stream/event.h"
+#include "runtime/stream/stream.h"
 
 namespace openreg {
 namespace {
@@ -36,7 +37,7 @@ bool is_plain(const at::Tensor& x) {
 // host memory.
 bool is_plain(const at::Tensor& from, const at::Tensor& to) {
   const auto memory = [](const at::Tensor& x) {
-    return is_plain(x) && (x.is_privateuseone() || (x.is_cpu() && is_pinned(x.const_data_ptr())));
+    return is_plain(x) && (on_device(x) || (x.is_cpu() && is_pinned(x.const_data_ptr())));
   };
   return from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() && from.strides() == to.strides() &&
       from.numel() && memory(from) && memory(to);
@@ -45,11 +46,11 @@ bool is_plain(const at::Tensor& from, const at::Tensor& to) {
 // CUDA's names.
 Site copy_site(const at::Tensor& from, const at::Tensor& to) {
   const auto pinned = [](const at::Tensor& x) { return x.layout() == at::kStrided && is_pinned(x.storage().data()); };
-  const char* name = from.is_privateuseone() && to.is_privateuseone()
+  const char* name = on_device(from) && on_device(to)
       ? from.device() == to.device() ? "Memcpy DtoD (Device -> Device)" : "Memcpy PtoP (Device -> Device)"
-      : to.is_privateuseone() ? pinned(from) ? "Memcpy HtoD (Pinned -> Device)" : "Memcpy HtoD (Pageable -> Device)"
-      : pinned(to)            ? "Memcpy DtoH (Device -> Pinned)"
-                              : "Memcpy DtoH (Device -> Pageable)";
+      : on_device(to) ? pinned(from) ? "Memcpy HtoD (Pinned -> Device)" : "Memcpy HtoD (Pageable -> Device)"
+      : pinned(to)    ? "Memcpy DtoH (Device -> Pinned)"
+                      : "Memcpy DtoH (Device -> Pageable)";
   return {name, Site::kCopy, to.layout() == at::kStrided ? static_cast<size_t>(to.numel()) * to.itemsize() : 0};
 }
 
@@ -61,7 +62,7 @@ void* written_memory(const at::Tensor& x) {
 
 // Whether ATen would copy on one thread anyway and there is no overlap to reject. Then copying bytes is faster.
 bool is_small(const at::Tensor& from, const at::Tensor& to) {
-  return from.numel() <= at::internal::GRAIN_SIZE && from.is_privateuseone() && from.device() == to.device() &&
+  return from.numel() <= at::internal::GRAIN_SIZE && on_device(from) && from.device() == to.device() &&
       from.has_storage() && to.has_storage() && from.storage().data() != to.storage().data();
 }
 
@@ -91,7 +92,7 @@ std::atomic<size_t> staging{0};
 // The source in the destination's dtype and layout, for a queued copy; null if that is not possible.
 std::shared_ptr<const at::Tensor> stage(const at::Tensor& from, const at::Tensor& to, Stream stream) {
   if (!from.is_cpu() || from.layout() != at::kStrided || from.is_quantized() || !from.has_storage() ||
-      is_pinned(from.storage().data()) || !to.is_privateuseone() || !to.numel() || !is_plain(to))
+      is_pinned(from.storage().data()) || !on_device(to) || !to.numel() || !is_plain(to))
     return nullptr;
   if (launch_mode() == LaunchMode::kSync || (stream_idle(stream) && !queueing())) return nullptr;
   const size_t bytes = to.nbytes();
@@ -113,7 +114,7 @@ std::shared_ptr<const at::Tensor> stage(const at::Tensor& from, const at::Tensor
 // See Note [Captured operators]. Only memory of devices and pinned memory has an address that a replay can use.
 void capture_copy(const at::Tensor& self, const at::Tensor& destination, bool non_blocking, Stream stream) {
   for (const at::Tensor& x : {self, destination}) {
-    if (x.is_privateuseone()) continue;
+    if (on_device(x)) continue;
     if (!x.is_cpu() || x.layout() != at::kStrided || !is_pinned(x.storage().data()))
       detail::refuse_capture(stream, "aten::copy_",
           "it copies between the device and pageable host memory. Copy before or after the capture, or use pinned "
@@ -157,9 +158,8 @@ void wait_in_capture(Stream stream, Stream other) {
 // destination's, if the source is on the host), as on CUDA, in order with the other device's stream.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
   for (const at::Tensor* x : {&self, &destination}) expect_memory("aten::copy_", *x);
-  const bool between =
-      self.is_privateuseone() && destination.is_privateuseone() && self.device() != destination.device();
-  const Stream here = detail::thread_stream((self.is_privateuseone() ? self : destination).device().index());
+  const bool between = on_device(self) && on_device(destination) && self.device() != destination.device();
+  const Stream here = detail::thread_stream((on_device(self) ? self : destination).device().index());
   if (C10_UNLIKELY(watches_syncs()) && !non_blocking && (self.is_cpu() || destination.is_cpu()) && self.numel())
     synchronizes("aten::copy_", here);
   const Stream there = between ? detail::thread_stream(destination.device().index()) : here;
@@ -234,16 +234,16 @@ at::Tensor nested_to_copy(const at::Tensor& self, std::optional<at::ScalarType> 
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, nested, m) {
   m.impl("_to_copy", nested_to_copy);
 }
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
 }
 
 // A quantized tensor's quantizer is set when it is created; only its integers are copied.
-TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, quantized, m) {
   m.impl("_copy_from", copy_from);
 }
 

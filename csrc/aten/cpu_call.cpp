@@ -1,4 +1,4 @@
-#include "cpu_call.h"
+#include "aten/cpu_call.h"
 
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/SparseCsrTensorImpl.h>
@@ -14,10 +14,11 @@
 #include <memory>
 #include <unordered_map>
 
-#include "../backend/generator.h"
-#include "../runtime/memory.h"
-#include "host_scalars.h"
-#include "queued.h"
+#include "aten/deferred/queued.h"
+#include "aten/traits/host_scalars.h"
+#include "backend/generator.h"
+#include "backend/identity/identity.h"
+#include "runtime/memory/memory.h"
 
 namespace openreg {
 namespace {
@@ -39,14 +40,13 @@ struct Access : TensorImpl {
 constexpr DispatchKeySet kPython = DispatchKeySet(DispatchKey::Python) | DispatchKeySet(DispatchKey::PythonTLSSnapshot);
 
 DispatchKeySet cpu_keys(DispatchKeySet keys) {
-  return (keys - kAutocast - kPython).remove_backend(BackendComponent::PrivateUse1Bit) |
-      DispatchKeySet(BackendComponent::CPUBit);
+  return (keys - kAutocast - kPython).remove_backend(identity.backend) | DispatchKeySet(BackendComponent::CPUBit);
 }
 
 const c10::Device kHost(c10::kCPU);
 
-bool on_device(const TensorImpl* impl) {
-  return impl->key_set().has_backend(BackendComponent::PrivateUse1Bit);
+bool has_device_keys(const TensorImpl* impl) {
+  return impl->key_set().has_backend(identity.backend);
 }
 
 c10::intrusive_ptr<StorageImpl> new_alias_storage() {
@@ -75,7 +75,7 @@ void relabel_storage(StorageImpl* storage, c10::DeviceIndex device) {
     run(current_stream(device), [&] { std::memcpy(copy.get(), data.get(), storage->nbytes()); });
     replace_memory(storage, std::move(copy));
   } else {
-    data.unsafe_set_device(c10::Device(c10::kPrivateUse1, device));
+    data.unsafe_set_device(device_at(device));
   }
   storage->set_allocator(device_allocator());
 }
@@ -246,7 +246,7 @@ void CpuCall::refuse(const at::Tensor& tensor) const {
 const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {
   TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (!tensor.defined()) return tensor;
-  if (C10_UNLIKELY(!on_device(impl))) return host(tensor, write);
+  if (C10_UNLIKELY(!has_device_keys(impl))) return host(tensor, write);
   if (C10_UNLIKELY(!host_storages_.empty()) && !write && !scalars_checked_) check_scalar_is_last(name_);
   const c10::DeviceIndex index = impl->device().index();
   if (device_ < 0) {
@@ -260,7 +260,7 @@ const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {
     return known->alias();
   }
   Slot& slot = take(impl, &tensor, write);
-  slot.dense = impl->key_set().has(DispatchKey::PrivateUse1);
+  slot.dense = impl->key_set().has(identity.dense);
   if (C10_LIKELY(slot.dense)) alias_dense(slot);
   else alias_special(slot);
   if (C10_UNLIKELY(index_ != nullptr)) this->index(slot);
@@ -340,7 +340,7 @@ void CpuCall::alias_special(Slot& slot) {
     made->set_member_tensors(alias(slot.members[0], slot.write), alias(slot.members[1], slot.write),
         alias(slot.members[2], slot.write), real->sizes());
     slot.special = at::Tensor(std::move(made));
-  } else if (keys.has(DispatchKey::QuantizedPrivateUse1) || keys.has(DispatchKey::NestedTensorPrivateUse1)) {
+  } else if (keys.has(identity.quantized) || keys.has(identity.nested)) {
     StorageImpl* storage = real->unsafe_storage().unsafeGetStorageImpl();
     auto* keep = new c10::Storage(real->unsafe_storage());
     c10::DataPtr data(
@@ -350,7 +350,7 @@ void CpuCall::alias_special(Slot& slot) {
     c10::Storage shown(c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), slot.bytes, std::move(data),
         c10::GetAllocator(c10::kCPU), storage->resizable()));
     slot.shown = shown.unsafeGetStorageImpl();
-    if (keys.has(DispatchKey::QuantizedPrivateUse1)) {
+    if (keys.has(identity.quantized)) {
       auto made = c10::make_intrusive<at::QTensorImpl>(std::move(shown), DispatchKeySet(DispatchKey::QuantizedCPU),
           real->dtype(), static_cast<at::QTensorImpl*>(real)->quantizer());
       made->set_sizes_and_strides(real->sizes(), real->strides(), real->storage_offset());
@@ -371,7 +371,7 @@ void CpuCall::alias_special(Slot& slot) {
 
 at::Generator CpuCall::generator(const std::optional<at::Generator>& generator) {
   const at::Generator& used = generator && generator->defined() ? *generator : default_generator(device());
-  TORCH_CHECK(used.device().is_privateuseone() && used.device().index() == device(),
+  TORCH_CHECK(on_device(used.device()) && used.device().index() == device(),
       "Expected a generator on openreg:", static_cast<int>(device()), " but found one on ", used.device(),
       "; make it with torch.Generator(device=...)");
   return inner_generator(used);
@@ -388,7 +388,7 @@ void CpuCall::carry_back() {
     const size_t bytes = storage->nbytes();
     c10::DataPtr grown = storage->set_data_ptr(c10::DataPtr(nullptr, kHost));
     if (grown.get() != slot.data) {
-      grown.unsafe_set_device(c10::Device(c10::kPrivateUse1, device_));
+      grown.unsafe_set_device(device_at(device_));
       replace_memory(real, std::move(grown));
     }
     real->set_nbytes(bytes);
@@ -428,7 +428,7 @@ void CpuCall::carry_back_special(Slot& slot) {
     TORCH_CHECK_NOT_IMPLEMENTED(alias->unsafe_storage().unsafeGetStorageImpl() == slot.shown &&
             slot.shown->data_ptr().get() == slot.data && slot.shown->nbytes() == slot.bytes,
         "openreg: a quantized or nested tensor cannot be resized in place; make a new one");
-    if (keys.has(DispatchKey::QuantizedPrivateUse1)) {
+    if (keys.has(identity.quantized)) {
       if (real->sizes() != alias->sizes() || real->strides() != alias->strides())
         real->set_sizes_and_strides(alias->sizes(), alias->strides(), alias->storage_offset());
       static_cast<at::QTensorImpl*>(real)->set_quantizer_(static_cast<at::QTensorImpl*>(alias)->quantizer());
@@ -440,7 +440,7 @@ void CpuCall::carry_back_special(Slot& slot) {
 void CpuCall::relabel(TensorImpl* impl) {
   const DispatchKeySet keys = impl->key_set();
   if (!keys.has_backend(BackendComponent::CPUBit)) return;
-  const c10::Device here(c10::kPrivateUse1, device());
+  const c10::Device here(identity.type, device());
   if (C10_UNLIKELY(keys.has_any(c10::sparse_ks) || keys.has_any(c10::sparse_csr_ks))) {
     at::Tensor members[3];
     if (keys.has_any(c10::sparse_ks)) {
@@ -484,13 +484,13 @@ void CpuCall::relabel(TensorImpl* impl) {
   }
   if (!view) relabel_storage(storage, here.index());
   impl->*(&Access::key_set_) = ((keys - kAutocast).remove_backend(BackendComponent::CPUBit) |
-      DispatchKeySet(BackendComponent::PrivateUse1Bit) | DispatchKeySet(DispatchKey::AutocastPrivateUse1));
+      DispatchKeySet(identity.backend) | DispatchKeySet(identity.autocast));
   impl->*(&Access::device_opt_) = here;
 }
 
 at::Tensor CpuCall::result(at::Tensor tensor) {
   TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (!tensor.defined() || on_device(impl)) return tensor;
+  if (!tensor.defined() || has_device_keys(impl)) return tensor;
   for (size_t i = base_; i < slots_.top; ++i)
     if (slots_.all[i]->alias().unsafeGetTensorImpl() == impl) return borrow(slots_.all[i]->real);
   if (C10_UNLIKELY(!host_storages_.empty()) && impl->has_storage())

@@ -11,8 +11,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../backend/allocator.h"
-#include "../runtime/stream.h"
+#include "backend/allocator.h"
+#include "runtime/stream/stream.h"
 
 namespace openreg {
 

@@ -8,8 +8,9 @@
 #include <tuple>
 #include <type_traits>
 
-#include "minimal.h"
-#include "native.h"
+#include "aten/boxed.h"
+#include "backend/identity/identity.h"
+#include "backend/new_tensor.h"
 
 namespace openreg {
 
@@ -71,8 +72,8 @@ struct OnDevice final : Meta {
 // Whether an operator can compute in the argument itself.
 inline bool is_direct(const c10::TensorImpl* self, const at::Tensor& t, bool written) {
   const c10::TensorImpl* impl = t.unsafeGetTensorImpl();
-  if (!impl->key_set().has(c10::DispatchKey::PrivateUse1) || impl->dtype() != self->dtype() ||
-      impl->device() != self->device() || (written && impl->sizes() != self->sizes()))
+  if (!impl->key_set().has(identity.dense) || impl->dtype() != self->dtype() || impl->device() != self->device() ||
+      (written && impl->sizes() != self->sizes()))
     return false;
   const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
   return storage->data() && !storage->has_materializer();

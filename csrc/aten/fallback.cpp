@@ -1,5 +1,6 @@
 // See fallback.h. The kernel behind every operator without a device kernel.
-#include "fallback.h"
+
+#include "aten/fallback.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -13,10 +14,11 @@
 #include <mutex>
 #include <optional>
 
-#include "../backend/generator.h"
-#include "../runtime/stream.h"
-#include "captured.h"
-#include "native.h"
+#include "aten/boxed.h"
+#include "aten/deferred/captured.h"
+#include "backend/generator.h"
+#include "backend/identity/identity.h"
+#include "runtime/stream/stream.h"
 
 namespace openreg {
 namespace {
@@ -83,7 +85,7 @@ struct Copied {
 class Copies {
  public:
   void add(const at::Tensor& t, bool write, const std::string& name) {
-    if (!t.defined() || !t.is_privateuseone()) return;
+    if (!on_device(t)) return;
     TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == c10::kStrided && !t.is_quantized() && !t.is_nested(), name,
         ": the CPU fallback copies strided tensors, but got a ", t.layout(), " one; convert it with .to_dense() first");
     TORCH_CHECK(!found_ || t.device() == device_, name,
@@ -119,7 +121,7 @@ class Copies {
   }
 
   at::Tensor host(const at::Tensor& t) {
-    if (!t.defined() || !t.is_privateuseone()) return t;
+    if (!on_device(t)) return t;
     for (auto& [real, copy] : tensors_)
       if (real.is_same(t)) return copy;
     const Copied& part = parts_.at(t.storage().unsafeGetStorageImpl());
@@ -170,7 +172,7 @@ class Copies {
  private:
   std::map<c10::StorageImpl*, Copied> parts_;
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_; // original, copy
-  c10::Device device_{c10::kPrivateUse1, 0};
+  c10::Device device_ = device_at(0);
   bool found_ = false; // whether a tensor has said which device
   size_t bytes_ = 0;
 };
@@ -186,7 +188,7 @@ std::string refusal(const c10::OperatorHandle& op) {
   return c10::str(name,
       " would run on the CPU, having no openreg kernel or being forced off it, and the fallback policy is ",
       "\"error\"; permit it with openreg_ops.fallback.allow(\"", name,
-      "\") or set_policy(\"allow\"), or register a kernel for PrivateUse1");
+      "\") or set_policy(\"allow\"), or register a kernel for ", identity.dense);
 }
 
 void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
@@ -199,7 +201,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
         ". It was called with (", describe(*stack, count), ").");
     TORCH_CHECK_NOT_IMPLEMENTED(false, name,
         " has no kernel for openreg and none for the CPU to fall back to; it was called with (",
-        describe(*stack, count), "). Register a kernel for PrivateUse1 or for the CPU.");
+        describe(*stack, count), "). Register a kernel for ", identity.dense, " or for the CPU.");
   }
   if (const std::string why = refusal(op); !why.empty())
     TORCH_CHECK_NOT_IMPLEMENTED(false, why, ". It was called with (", describe(*stack, count), ").");
@@ -208,7 +210,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
         " returns a view, but the fallback computes on copies: the result would not share memory with its input. It "
         "was called "
         "with (",
-        describe(*stack, count), "). Register a kernel for PrivateUse1.");
+        describe(*stack, count), "). Register a kernel for ", identity.dense, ".");
   bool warn;
   {
     std::lock_guard lock(state().mutex);
@@ -220,7 +222,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
 
   const auto start = std::chrono::steady_clock::now();
   Copies copies;
-  copies.set_device(c10::Device(c10::kPrivateUse1, checked_index(-1)));
+  copies.set_device(device_at(checked_index(-1)));
   const size_t base = stack->size() - count;
   bool generator = false;
   for (size_t i = 0; i < count; ++i) {
@@ -233,14 +235,13 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     else if (value.isOptionalTensorList()) {
       for (const std::optional<at::Tensor>& t : value.toOptionalTensorList())
         if (t) copies.add(*t, write, name);
-    } else if (value.isDevice() && value.toDevice().is_privateuseone())
-      copies.set_device(c10::Device(c10::kPrivateUse1, checked_index(value.toDevice())));
+    } else if (value.isDevice() && on_device(value.toDevice()))
+      copies.set_device(device_at(checked_index(value.toDevice())));
   }
   if (capturing(copies.where().index()))
     detail::refuse_capture(current_stream(copies.where().index()), name,
-        "it has no kernel for openreg and would run on the CPU, with copies. Register a kernel for PrivateUse1, or "
-        "move "
-        "it out of the capture.");
+        c10::str("it has no kernel for openreg and would run on the CPU, with copies. Register a kernel for ",
+            identity.dense, ", or move it out of the capture."));
   copies.to_host();
   for (size_t i = 0; i < count; ++i) {
     c10::IValue& value = (*stack)[base + i];
@@ -254,7 +255,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
       for (const std::optional<at::Tensor>& t : value.toOptionalTensorList())
         list.push_back(t ? std::optional(copies.host(*t)) : std::nullopt);
       value = std::move(list);
-    } else if (value.isDevice() && value.toDevice().is_privateuseone()) {
+    } else if (value.isDevice() && on_device(value.toDevice())) {
       value = c10::Device(c10::kCPU);
     } else if (schema.arguments()[i].type()->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get()))) {
       generator = true;
@@ -264,7 +265,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   }
   {
     c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-        DispatchKeySet(DispatchKey::AutocastCPU) | DispatchKeySet(DispatchKey::AutocastPrivateUse1));
+        DispatchKeySet(DispatchKey::AutocastCPU) | DispatchKeySet(identity.autocast));
     const bool draws = !generator && op.hasTag(at::Tag::nondeterministic_seeded);
     LendGenerator lend(draws ? inner_generator(default_generator(copies.where().index())) : at::Generator());
     LendDeviceMemory none(-1);
@@ -300,19 +301,19 @@ void refuse_layout(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* st
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(_, dense, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
-TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(_, sparse, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_layout>());
 }
-TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(_, sparse_csr, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_layout>());
 }
-TORCH_LIBRARY_IMPL(_, QuantizedPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(_, quantized, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_layout>());
 }
-TORCH_LIBRARY_IMPL(_, NestedTensorPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(_, nested, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_layout>());
 }
 
@@ -360,10 +361,10 @@ void route_operator(const std::string& name, const std::string& overload, const 
   if (route == "share") {
     TORCH_CHECK_VALUE(op.hasKernelForDispatchKey(DispatchKey::CPU), "openreg_ops.fallback.share: ", full,
         " has no CPU kernel to share");
-    routes.emplace(full, register_native_kernel(op, DispatchKey::CPU, DispatchKey::PrivateUse1));
+    routes.emplace(full, register_native_kernel(op, DispatchKey::CPU, identity.dense));
   } else {
     routes.emplace(full,
-        c10::Dispatcher::singleton().registerImpl(op.operator_name(), DispatchKey::PrivateUse1,
+        c10::Dispatcher::singleton().registerImpl(op.operator_name(), identity.dense,
             c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt, nullptr,
             "csrc/aten/fallback.cpp, by openreg_ops.fallback"));
   }

@@ -1,5 +1,6 @@
 // Device memory as c10 allocators; see Note [Lent memory].
-#include "allocator.h"
+
+#include "backend/allocator.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
@@ -7,19 +8,20 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../runtime/device.h"
-#include "../runtime/fault.h"
-#include "../runtime/graph.h"
-#include "../runtime/interface.h"
-#include "../runtime/isolation.h"
-#include "../runtime/memory.h"
-#include "../runtime/memory_stats.h"
-#include "../runtime/observer.h"
-#include "../runtime/stream.h"
-#include "../runtime/turn.h"
-#include "gpu_trace.h"
-#include "guard.h"
-#include "profiler.h"
+#include "backend/gpu_trace.h"
+#include "backend/guard.h"
+#include "backend/identity/identity.h"
+#include "backend/profiler.h"
+#include "runtime/device.h"
+#include "runtime/graph/graph.h"
+#include "runtime/interface.h"
+#include "runtime/memory/isolation.h"
+#include "runtime/memory/memory.h"
+#include "runtime/memory/stats.h"
+#include "runtime/process/fault.h"
+#include "runtime/process/notices.h"
+#include "runtime/stream/stream.h"
+#include "runtime/stream/turn.h"
 
 // Note [Lent memory]
 // A CPU kernel allocates its results with c10's CPU allocator. Ours wraps it: on a thread inside a LendDeviceMemory
@@ -128,7 +130,7 @@ struct CpuMemory final : c10::Allocator {
 
 const bool installed = [] {
   set_memory_error([](const std::string& message) { TORCH_CHECK_WITH(OutOfMemoryError, false, message); });
-  c10::SetAllocator(c10::kPrivateUse1, &device_memory_allocator);
+  c10::SetAllocator(identity.type, &device_memory_allocator);
   // Leaked: storages keep a pointer to their allocator until the process ends.
   c10::SetAllocator(c10::kCPU, new CpuMemory(c10::GetAllocator(c10::kCPU)), /*priority=*/255);
   return true;
@@ -173,7 +175,7 @@ void move_to_host(c10::StorageImpl* storage) {
 }
 
 c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {
-  const c10::Device label(c10::kPrivateUse1, device);
+  const c10::Device label(identity.type, device);
   if (bytes == 0) return {nullptr, label};
   try {
     void* pointer = allocate(detail::thread_stream(device), bytes);
@@ -200,7 +202,7 @@ c10::DeviceIndex checked_index(int64_t index) {
 
 c10::DeviceIndex checked_index(std::optional<c10::Device> device) {
   if (!device) return checked_index(-1);
-  TORCH_CHECK(device->is_privateuseone(), "openreg: expected an openreg device, but got ", *device);
+  TORCH_CHECK(on_device(*device), "openreg: expected an openreg device, but got ", *device);
   return checked_index(device->index());
 }
 

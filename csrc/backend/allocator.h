@@ -8,7 +8,7 @@
 
 #include <optional>
 
-#include "../runtime/per_thread.h"
+#include "runtime/per_thread.h"
 
 namespace openreg {
 

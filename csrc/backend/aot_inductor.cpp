@@ -14,7 +14,8 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 
-#include "allocator.h"
+#include "backend/allocator.h"
+#include "backend/identity/identity.h"
 
 namespace {
 
@@ -99,7 +100,7 @@ class Runner final : public torch::inductor::AOTIModelContainerRunner {
       : AOTIModelContainerRunner(path, models, "cpu:" + std::to_string(device), directory, single) {
     update_constant_buffer_func_ = &refuse_to_copy;
     for (const auto& [name, weight] : extract_constants_map(/*use_inactive=*/false))
-      weights_[name] = weight.device().is_privateuseone() ? weight.clone() : weight;
+      weights_[name] = on_device(weight.device()) ? weight.clone() : weight;
     if (weights_.empty()) return;
     update_constant_buffer(weights_, /*use_inactive=*/false, /*validate_full_updates=*/false, /*user_managed=*/true);
   }

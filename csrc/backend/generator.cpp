@@ -1,6 +1,7 @@
 // A device generator wraps its own CPU generator: the kernels are ATen's CPU kernels, so the random numbers come from a
 // Mersenne Twister, and the same seed gives the same numbers as on the CPU.
-#include "generator.h"
+
+#include "backend/generator.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <c10/core/GeneratorImpl.h>
@@ -19,12 +20,13 @@
 #include <utility>
 #include <vector>
 
-#include "../runtime/device.h"
-#include "../runtime/fork.h"
-#include "../runtime/graph.h"
-#include "../runtime/turn.h"
-#include "../runtime/wait.h"
-#include "allocator.h"
+#include "backend/allocator.h"
+#include "backend/identity/identity.h"
+#include "runtime/device.h"
+#include "runtime/graph/graph.h"
+#include "runtime/process/fork.h"
+#include "runtime/process/interrupts.h"
+#include "runtime/stream/turn.h"
 
 namespace openreg {
 namespace {
@@ -97,8 +99,8 @@ class Unlocked {
 struct DeviceGenerator final : c10::GeneratorImpl {
   DeviceGenerator(c10::DeviceIndex device, at::Generator inner,
       std::shared_ptr<ReplayedDraws> draws = std::make_shared<ReplayedDraws>())
-      : GeneratorImpl(c10::Device(c10::kPrivateUse1, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
-        inner_(std::move(inner)), draws_(std::move(draws)) {}
+      : GeneratorImpl(device_at(device), c10::DispatchKeySet(identity.dense)), inner_(std::move(inner)),
+        draws_(std::move(draws)) {}
 
   // See Note [Replayed draws]. Work does not wait: it may be what comes before the replay.
   const at::Generator& inner() const {
@@ -289,7 +291,7 @@ at::Generator new_generator(c10::DeviceIndex device) {
 }
 
 const at::Generator& inner_generator(const at::Generator& generator) {
-  TORCH_CHECK(generator.device().is_privateuseone(), "Expected a 'openreg' device type for generator but found '",
+  TORCH_CHECK(on_device(generator.device()), "Expected a 'openreg' device type for generator but found '",
       generator.device().type(), "'");
   const auto& ours = *static_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl());
   return capturing(generator.device().index()) ? ours.captured() : ours.inner();

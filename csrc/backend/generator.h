@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "../runtime/work.h"
+#include "runtime/stream/task.h"
 
 namespace at {
 struct CPUGeneratorImpl;

@@ -9,7 +9,8 @@
 
 #include <cstdint>
 
-#include "allocator.h"
+#include "backend/allocator.h"
+#include "backend/identity/identity.h"
 
 namespace openreg {
 
@@ -48,7 +49,7 @@ void trace_gpu(void (c10::impl::PyInterpreterVTable::*callback)(c10::DeviceType,
     const LendDeviceMemory host(-1);
     const AdoptHostMemory none(-1);
     const KeepPythonError error;
-    ((**trace).*callback)(c10::kPrivateUse1, values...);
+    ((**trace).*callback)(identity.type, values...);
   }
 }
 

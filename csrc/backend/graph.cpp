@@ -1,12 +1,13 @@
-#include "graph.h"
+#include "backend/graph.h"
 
 #include <fstream>
 
-#include "../runtime/device.h"
-#include "../runtime/error.h"
-#include "../runtime/fork.h"
-#include "../runtime/stream.h"
-#include "allocator.h"
+#include "backend/allocator.h"
+#include "backend/identity/identity.h"
+#include "runtime/device.h"
+#include "runtime/process/error.h"
+#include "runtime/process/fork.h"
+#include "runtime/stream/stream.h"
 
 namespace at {
 REGISTER_GRAPH_IMPL(OPENREG, openreg::DeviceGraph) // torch looks for the device's name in upper case
@@ -19,7 +20,7 @@ DeviceGraph::~DeviceGraph() {
 }
 
 void DeviceGraph::register_generator_state(const at::Generator& generator) {
-  TORCH_CHECK(generator.defined() && generator.device().is_privateuseone(),
+  TORCH_CHECK(generator.defined() && on_device(generator.device()),
       "register_generator_state: expected a torch.Generator on openreg, but got one on ",
       generator.defined() ? generator.device().str() : "no device", "; make it with torch.Generator(device=...)");
   generators_.push_back(generator);

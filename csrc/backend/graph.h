@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "../runtime/event.h"
-#include "../runtime/graph.h"
+#include "runtime/graph/graph.h"
+#include "runtime/stream/event.h"
 
 namespace openreg {
 

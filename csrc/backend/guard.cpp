@@ -1,5 +1,6 @@
 // Devices, streams and events for c10's device guard.
-#include "guard.h"
+
+#include "backend/guard.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -8,20 +9,21 @@
 #include <memory>
 #include <utility>
 
-#include "../runtime/device.h"
-#include "../runtime/error.h"
-#include "../runtime/event.h"
-#include "../runtime/external_event.h"
-#include "../runtime/fault.h"
-#include "../runtime/fork.h"
-#include "../runtime/graph.h"
-#include "../runtime/memory.h"
-#include "../runtime/observer.h"
-#include "../runtime/shared_event.h"
-#include "../runtime/stream.h"
-#include "allocator.h"
-#include "gpu_trace.h"
-#include "sync_debug.h"
+#include "backend/allocator.h"
+#include "backend/gpu_trace.h"
+#include "backend/identity/identity.h"
+#include "backend/sync_debug.h"
+#include "runtime/device.h"
+#include "runtime/graph/graph.h"
+#include "runtime/memory/memory.h"
+#include "runtime/process/error.h"
+#include "runtime/process/fault.h"
+#include "runtime/process/fork.h"
+#include "runtime/process/notices.h"
+#include "runtime/stream/event.h"
+#include "runtime/stream/external_event.h"
+#include "runtime/stream/ipc_event.h"
+#include "runtime/stream/stream.h"
 
 namespace openreg {
 namespace {
@@ -31,7 +33,7 @@ using c10::DeviceIndex;
 using DeviceStream = c10::Stream;
 
 DeviceStream wrap(Stream s) {
-  return DeviceStream(DeviceStream::UNSAFE, Device(c10::kPrivateUse1, static_cast<DeviceIndex>(s.device)), s.id);
+  return DeviceStream(DeviceStream::UNSAFE, device_at(s.device), s.id);
 }
 
 // The answer to a query. As on CUDA, it raises if work has failed, and so does the next wait.
@@ -79,14 +81,14 @@ void notice_event(const char* what, const char* captured, const Event& event, St
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return c10::kPrivateUse1; }
+  c10::DeviceType type() const override { return identity.type; }
   DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(device_count()); }
 
   Device exchangeDevice(Device device) const override {
     const DeviceIndex index = checked_index(device);
-    return Device(c10::kPrivateUse1, static_cast<DeviceIndex>(exchange_device(index)));
+    return device_at(exchange_device(index));
   }
-  Device getDevice() const override { return Device(c10::kPrivateUse1, static_cast<DeviceIndex>(current_device())); }
+  Device getDevice() const override { return device_at(current_device()); }
   void setDevice(Device device) const override { exchange_device(checked_index(device)); }
   void uncheckedSetDevice(Device device) const noexcept override {
     if (device.index() >= 0 && device.index() < device_count()) exchange_device(device.index());
@@ -188,7 +190,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
-C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+const c10::impl::DeviceGuardImplRegistrar registrar(identity.type, new Guard);
 
 const bool errors_are_torchs = [] {
   set_device_error(
@@ -227,7 +229,7 @@ std::string event_handle(c10::Event& event) {
 
 Stream checked_stream(const c10::Stream& stream) {
   const Stream ours{stream.device_index(), stream.id()};
-  TORCH_CHECK(stream.device_type() == c10::kPrivateUse1 && is_stream(ours), "openreg: there is no stream ", stream.id(),
+  TORCH_CHECK(stream.device_type() == identity.type && is_stream(ours), "openreg: there is no stream ", stream.id(),
       " on ", stream.device(), "; make one with torch.openreg.Stream()");
   return ours;
 }

@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "../runtime/event.h"
+#include "runtime/stream/event.h"
 
 namespace openreg {
 
@@ -15,12 +15,12 @@ namespace openreg {
 // stream.
 Stream checked_stream(const c10::Stream& stream);
 
-// The flag of an event that other processes can open; see Note [Shared events] in csrc/runtime/shared_event.h. PyTorch
-// has no flag for this, passes flags to the guard unchanged, and never creates an event with this one.
+// The flag of an event that other processes can open; see Note [Shared events] in csrc/runtime/stream/ipc_event.h.
+// PyTorch has no flag for this, passes flags to the guard unchanged, and never creates an event with this one.
 inline constexpr c10::EventFlag kInterprocess = c10::EventFlag::INVALID;
 
 // Creates the backend's part of an event: with kInterprocess, the event that `handle` names, or a new one; otherwise a
-// new one for graphs, see Note [External events] in csrc/runtime/external_event.h.
+// new one for graphs, see Note [External events] in csrc/runtime/stream/external_event.h.
 void open_event(c10::Event& event, c10::DeviceIndex device, const std::string& handle);
 // Opens the event on the current device if it has no backend part yet.
 std::string event_handle(c10::Event& event);

@@ -1,5 +1,7 @@
 // Pinned host memory: page-aligned, cached by size, recorded by address for is_pinned(), and reused only after the
 // copies that use it have run.
+#include "backend/host_allocator.h"
+
 #include <ATen/core/CachingHostAllocator.h>
 
 #include <algorithm>
@@ -11,12 +13,12 @@
 #include <mutex>
 #include <vector>
 
-#include "../runtime/fork.h"
-#include "../runtime/memory.h"
-#include "../runtime/observer.h"
-#include "../runtime/stream.h"
-#include "guard.h"
-#include "host_allocator.h"
+#include "backend/guard.h"
+#include "backend/identity/identity.h"
+#include "runtime/memory/memory.h"
+#include "runtime/process/fork.h"
+#include "runtime/process/notices.h"
+#include "runtime/stream/stream.h"
 
 namespace openreg {
 namespace {
@@ -157,7 +159,7 @@ struct PinnedMemory final : at::HostAllocator {
 };
 
 PinnedMemory pinned_memory;
-REGISTER_HOST_ALLOCATOR(at::kPrivateUse1, &pinned_memory)
+const bool registered = (at::setHostAllocator(identity.type, &pinned_memory), true);
 
 } // namespace
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <utility>
 
-#include "../runtime/work.h"
+#include "runtime/stream/task.h"
 
 namespace openreg {
 

@@ -1,9 +1,9 @@
-#include "inductor.h"
+#include "backend/inductor.h"
 
 #include <cstring>
 #include <memory>
 
-#include "../runtime/stream.h"
+#include "runtime/stream/stream.h"
 
 namespace openreg {
 namespace {

@@ -1,4 +1,4 @@
-#include "memory_history.h"
+#include "backend/memory_history.h"
 
 #include <atomic>
 #include <chrono>
@@ -6,8 +6,8 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "../runtime/device.h"
-#include "../runtime/fork.h"
+#include "runtime/device.h"
+#include "runtime/process/fork.h"
 
 namespace openreg {
 namespace {

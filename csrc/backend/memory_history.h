@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "../runtime/memory.h"
+#include "runtime/memory/memory.h"
 
 namespace openreg {
 

@@ -1,6 +1,7 @@
 // The device in torch's profiler: a Kineto plugin that turns the runtime's log into activities on the device's
 // streams, each linked to the operator that launched it; events for the profiler without Kineto; memory.
-#include "profiler.h"
+
+#include "backend/profiler.h"
 
 #include <ATen/record_function.h>
 #include <c10/core/Allocator.h>
@@ -23,13 +24,14 @@
 #include <tuple>
 #include <utility>
 
-#include "../runtime/device.h"
-#include "../runtime/event.h"
-#include "../runtime/memory_contents.h"
-#include "../runtime/memory_stats.h"
-#include "../runtime/profile.h"
-#include "../runtime/stream.h"
-#include "allocator.h"
+#include "backend/allocator.h"
+#include "backend/identity/identity.h"
+#include "runtime/device.h"
+#include "runtime/memory/contents.h"
+#include "runtime/memory/stats.h"
+#include "runtime/process/profile.h"
+#include "runtime/stream/event.h"
+#include "runtime/stream/stream.h"
 
 namespace openreg {
 namespace {
@@ -272,7 +274,7 @@ struct Methods final : torch::profiler::impl::ProfilerStubs {
   bool enabled() const override { return true; }
   void onEachDevice(std::function<void(int)> call) const override {
     for (int device = 0; device < device_count(); ++device) {
-      const c10::DeviceGuard guard({c10::kPrivateUse1, static_cast<c10::DeviceIndex>(device)});
+      const c10::DeviceGuard guard(device_at(device));
       call(device);
     }
   }
@@ -281,7 +283,7 @@ struct Methods final : torch::profiler::impl::ProfilerStubs {
 
 const bool profiler_registered = [] {
   static Methods methods;
-  torch::profiler::impl::registerPrivateUse1Methods(&methods);
+  register_profiler(&methods);
   return true;
 }();
 
@@ -385,14 +387,13 @@ void detail::report(void* pointer, int sign) {
   const auto bytes = static_cast<std::int64_t>(owner.block.size) * sign;
   const auto freed = sign < 0 ? owner.block.size : 0; // it still is in the sum
   c10::reportMemoryUsageToProfiler(pointer, bytes, now.bytes[MemoryStats::kAll].current - freed,
-      now.reserved[MemoryStats::kAll].current,
-      c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(owner.device)));
+      now.reserved[MemoryStats::kAll].current, device_at(owner.device));
 }
 
 void report_out_of_memory(c10::DeviceIndex device, std::size_t bytes) {
   const auto now = memory_stats(device);
   c10::reportOutOfMemoryToProfiler(static_cast<std::int64_t>(bytes), now.bytes[MemoryStats::kAll].current,
-      now.reserved[MemoryStats::kAll].current, c10::Device(c10::kPrivateUse1, device));
+      now.reserved[MemoryStats::kAll].current, device_at(device));
 }
 
 } // namespace openreg

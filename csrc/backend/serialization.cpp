@@ -1,6 +1,7 @@
 // What a tensor carries besides its values: the metadata of torch._utils.set_tensor_metadata(), in PyTorch's
 // BackendMeta, including the user's text, the tag.
-#include "serialization.h"
+
+#include "backend/serialization.h"
 
 #include <ATen/ops/_to_copy_native.h>
 #include <ATen/ops/clone_native.h>
@@ -10,6 +11,8 @@
 
 #include <string_view>
 #include <unordered_map>
+
+#include "backend/identity/identity.h"
 
 // Note [Tags]
 // detach() keeps the BackendMeta of a tensor, and saving what save() and load() below write and read. ATen's clone()
@@ -48,7 +51,7 @@ void load(const at::Tensor& tensor, Metadata& entries) {
 }
 
 const bool serialization_registered = [] {
-  torch::jit::TensorBackendMetaRegistry(c10::kPrivateUse1, &save, &load);
+  torch::jit::TensorBackendMetaRegistry(identity.type, &save, &load);
   return true;
 }();
 
@@ -76,7 +79,7 @@ std::optional<std::string> tag(const at::Tensor& tensor) {
 }
 
 void set_tag(const at::Tensor& tensor, std::optional<std::string> text) {
-  TORCH_CHECK(tensor.is_privateuseone(), "set_tag: expected a tensor on openreg, but got one on ", tensor.device(),
+  TORCH_CHECK(on_device(tensor), "set_tag: expected a tensor on openreg, but got one on ", tensor.device(),
       "; move it with .to()");
   Metadata entries = metadata(tensor);
   std::erase_if(entries, [](const auto& entry) { return entry.first.starts_with(kTag); });
@@ -91,7 +94,7 @@ void copy_metadata(const at::Tensor& from, const at::Tensor& to) {
 
 } // namespace openreg
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("clone", openreg::clone);
   m.impl("_to_copy", openreg::to_copy);
 }

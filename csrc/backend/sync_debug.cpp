@@ -1,4 +1,4 @@
-#include "sync_debug.h"
+#include "backend/sync_debug.h"
 
 namespace openreg {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <atomic>
 
-#include "../runtime/work.h"
-#include "gpu_trace.h"
+#include "backend/gpu_trace.h"
+#include "runtime/stream/task.h"
 
 namespace openreg {
 

@@ -5,10 +5,10 @@
 // Loshchilov & Hutter 2019, arXiv:1711.05101; in the order of torch.optim.AdamW, with which it agrees to rounding.
 // The threads share the elements of all tensors laid end to end, so that neither a small tensor nor a large one
 // keeps a thread waiting.
-#include "autograd.h"
-#include "checks.h"
-#include "loops.h"
-#include "overlap.h"
+#include "kernels/loops.h"
+#include "ops/autograd.h"
+#include "ops/checks.h"
+#include "ops/overlap.h"
 
 #include <ATen/ops/empty_strided.h>
 
@@ -274,7 +274,7 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   m.def(("adamw_step_.tensor_lr" + lists + "Tensor" + options).c_str());
   checked_by("adamw_step_", check_adamw_step_);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("adamw_step_", adamw_step_<double>);
   m.impl("adamw_step_.tensor_lr", adamw_step_<const Tensor&>);
 }

@@ -1,8 +1,8 @@
 // attention: out = softmax(scale * q k^T + bias) v, and the logsumexp of each row of scores.
 // The loops are in attention.h. logsumexp is an output, and differentiable: its gradient joins the sum over
 // out * grad_out in backward.
-#include "attention.h"
-#include "autograd.h"
+#include "kernels/attention.h"
+#include "ops/autograd.h"
 
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
@@ -151,11 +151,11 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   checked_by("attention_backward", check_attention_backward);
   autocast(m, "attention", Cast::kLower);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("attention", attention);
   m.impl("attention_backward", attention_backward);
 }
-TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, autograd, m) {
   m.impl("attention", autograd<Attention, attention>("openreg::attention"));
   m.impl("attention_backward", differentiate_by_reference());
 }

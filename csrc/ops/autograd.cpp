@@ -1,6 +1,7 @@
 // Boxed kernels that operators register: autocast policies, second derivatives by reference, and replacements for
 // autograd if an operator has no derivative.
-#include "autograd.h"
+
+#include "ops/autograd.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/FuncTorchTLS.h>
@@ -14,8 +15,8 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "../aten/transforms.h"
-#include "../aten/values.h"
+#include "backend/functorch.h"
+#include "backend/map_tensors.h"
 
 namespace openreg::ops {
 namespace {
@@ -326,7 +327,7 @@ torch::CppFunction autocast(Cast policy, c10::DeviceType device) {
 }
 
 void autocast(torch::Library& m, const char* name, Cast policy) {
-  for (const auto device : {at::kPrivateUse1, at::kCPU, at::kCUDA})
+  for (const auto device : {identity.type, at::kCPU, at::kCUDA})
     m.impl(name,
         torch::dispatch(at::autocast::get_autocast_dispatch_key_from_device_type(device), autocast(policy, device)));
 }

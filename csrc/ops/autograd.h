@@ -17,6 +17,8 @@
 #include <utility>
 #include <vector>
 
+#include "backend/identity/identity.h"
+
 namespace torch::autograd {
 struct AutogradContext;
 }
@@ -400,7 +402,7 @@ void autocast(torch::Library& m, const char* name, Cast policy);
 template <class F>
 void autocast(torch::Library& m, const char* name, F* kernel) {
   using c10::DispatchKey;
-  for (const auto key : {DispatchKey::AutocastPrivateUse1, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA})
+  for (const auto key : {identity.autocast, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA})
     m.impl(name, torch::dispatch(key, kernel));
 }
 

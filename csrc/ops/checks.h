@@ -24,8 +24,8 @@
 #include <utility>
 #include <vector>
 
-#include "../aten/minimal.h"
-#include "../backend/allocator.h"
+#include "backend/allocator.h"
+#include "backend/new_tensor.h"
 
 namespace openreg::ops {
 

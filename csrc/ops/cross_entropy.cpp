@@ -2,8 +2,8 @@
 // dimension. Label smoothing s: Szegedy et al. 2015, arXiv:1512.00567. z-loss: Chowdhery et al. 2022,
 // arXiv:2204.02311.
 // lse is an output: backward needs no other per-row tensor, and the softmax is not kept.
-#include "cross_entropy.h"
-#include "autograd.h"
+#include "kernels/cross_entropy.h"
+#include "ops/autograd.h"
 
 namespace openreg::ops {
 namespace {
@@ -134,11 +134,11 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   checked_by("cross_entropy_backward", check_cross_entropy_backward);
   autocast(m, "cross_entropy", Cast::kFloat32);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("cross_entropy", cross_entropy);
   m.impl("cross_entropy_backward", cross_entropy_backward);
 }
-TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, autograd, m) {
   m.impl("cross_entropy", autograd<CrossEntropyForward, cross_entropy>("openreg::cross_entropy"));
   m.impl("cross_entropy_backward", differentiate_by_reference());
 }

@@ -2,9 +2,9 @@
 // Supports every dtype and layout that torch.abs does, with its output strides; the modulus of a complex x is real.
 // Not differentiable by design: autogradNotImplementedFallback makes backward through it an error on every device;
 // torch's default would warn and give partial gradients.
-#include "autograd.h"
-#include "checks.h"
-#include "loops.h"
+#include "kernels/loops.h"
+#include "ops/autograd.h"
+#include "ops/checks.h"
 
 #include <ATen/Dispatch_v2.h>
 #include <ATen/FunctionalTensorWrapper.h>
@@ -136,7 +136,7 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   checked_by("custom_abs", check_custom_abs);
   checked_by("custom_abs_", check_custom_abs_);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("custom_abs", custom_abs);
   m.impl("custom_abs_", custom_abs_);
   m.impl("custom_abs.out", custom_abs_out);
@@ -146,7 +146,7 @@ TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
   m.impl("custom_abs_", torch::autograd::autogradNotImplementedFallback());
   m.impl("custom_abs.out", refuse_gradients()); // like torch's own out= forms
 }
-TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, autograd, m) {
   m.impl("custom_abs", without_derivative<custom_abs>("openreg::custom_abs"));
 }
 TORCH_LIBRARY_IMPL(openreg, ADInplaceOrView, m) {

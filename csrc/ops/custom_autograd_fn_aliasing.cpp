@@ -1,6 +1,6 @@
 // custom_autograd_fn_aliasing: y = a view of x, and dx = 0.5 dy.
 // From PyTorch's in-tree OpenReg, where it shows an autograd::Function whose forward returns a view.
-#include "autograd.h"
+#include "ops/autograd.h"
 
 namespace openreg::ops {
 namespace {

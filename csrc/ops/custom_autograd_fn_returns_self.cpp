@@ -1,6 +1,6 @@
 // custom_autograd_fn_returns_self: y = x, and dx = 0.5 dy. The output shares x's memory.
 // From PyTorch's in-tree OpenReg, where it shows an autograd::Function whose forward returns its input.
-#include "autograd.h"
+#include "ops/autograd.h"
 
 namespace openreg::ops {
 namespace {

@@ -2,10 +2,10 @@
 // Srivastava et al. 2014, JMLR 15:1929; fused with the residual's addition as in flash-attention's layer norms.
 // Element i's random number is a function of i and of two numbers drawn from the generator, so it does not depend on
 // the number of threads.
-#include "autograd.h"
-#include "bytes.h"
-#include "checks.h"
-#include "philox.h"
+#include "kernels/byte_vectors.h"
+#include "kernels/philox.h"
+#include "ops/autograd.h"
+#include "ops/checks.h"
 
 #include <cmath>
 
@@ -154,11 +154,11 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   checked_by("dropout_add_backward", check_dropout_add_backward);
   autocast(m, "dropout_add", Cast::kPromote);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("dropout_add", dropout_add);
   m.impl("dropout_add_backward", dropout_add_backward);
 }
-TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, autograd, m) {
   m.impl("dropout_add", autograd<DropoutAdd, dropout_add>("openreg::dropout_add"));
   m.impl("dropout_add_backward", differentiate_by_reference());
 }

@@ -2,9 +2,9 @@
 // quantizing x to integers and back. One scale and zero_point, or one for each index along axis.
 // Its gradient counts rounding as the identity, "straight through" (Bengio et al. 2013, arXiv:1308.3432):
 // the gradient of x passes where x is in range. The gradient of scale is LSQ's (Esser et al. 2020, arXiv:1902.08153).
-#include "autograd.h"
-#include "checks.h"
-#include "loops.h"
+#include "kernels/loops.h"
+#include "ops/autograd.h"
+#include "ops/checks.h"
 
 #include <cmath>
 
@@ -186,11 +186,11 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   checked_by("fake_quantize_backward", check_fake_quantize_backward);
   autocast(m, "fake_quantize", Cast::kFloat32);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("fake_quantize", fake_quantize);
   m.impl("fake_quantize_backward", fake_quantize_backward);
 }
-TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, autograd, m) {
   m.impl("fake_quantize", autograd<FakeQuantize, fake_quantize>("openreg::fake_quantize"));
   m.impl("fake_quantize_backward", differentiate_by_reference());
 }

@@ -3,8 +3,8 @@
 // outputs, but overwrites its arguments with them.
 // y is computed from the stored sum, rounded to its dtype, so that backward sees the same numbers. Backward recomputes
 // rstd, because it reads the row of sum anyway.
-#include "autograd.h"
-#include "rms_norm.h"
+#include "kernels/rms_norm.h"
+#include "ops/autograd.h"
 
 namespace openreg::ops {
 namespace {
@@ -89,11 +89,11 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   checked_by("fused_add_rms_norm_backward", check_fused_add_rms_norm_backward);
   autocast(m, "fused_add_rms_norm", Cast::kFloat32);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("fused_add_rms_norm", fused_add_rms_norm);
   m.impl("fused_add_rms_norm_backward", fused_add_rms_norm_backward);
 }
-TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, autograd, m) {
   m.impl("fused_add_rms_norm", autograd<FusedAddRmsNorm, fused_add_rms_norm>("openreg::fused_add_rms_norm"));
   m.impl("fused_add_rms_norm_backward", differentiate_by_reference());
 }

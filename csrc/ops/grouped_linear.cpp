@@ -4,10 +4,10 @@
 // any size, and a result does not depend on the number of threads.
 // No bias is an empty list. The dispatcher does not look at the tensors of a `Tensor[]? bias`, so it would miss
 // transforms and tensor subclasses that reach the operator only through the bias (c10::impl::DispatchKeyExtractor).
-#include "autograd.h"
-#include "../runtime/graph.h"
-#include "checks.h"
-#include "gemm.h"
+#include "kernels/gemm.h"
+#include "ops/autograd.h"
+#include "ops/checks.h"
+#include "runtime/graph/graph.h"
 
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/from_blob.h>
@@ -421,11 +421,11 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   checked_by("grouped_linear_backward", check_grouped_linear_backward);
   autocast(m, "grouped_linear", Cast::kLower);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("grouped_linear", grouped_linear);
   m.impl("grouped_linear_backward", grouped_linear_backward);
 }
-TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, autograd, m) {
   m.impl("grouped_linear", autograd<GroupedLinear, grouped_linear>("openreg::grouped_linear"));
   m.impl("grouped_linear_backward", differentiate_by_reference());
 }

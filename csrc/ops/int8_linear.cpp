@@ -2,9 +2,9 @@
 // multiplies int8 numbers and sums them in int32. Dettmers et al. 2022, arXiv:2208.07339, section 2.
 // The matrix product is ATen's _int_mm, for which oneDNN uses the processor's int8 instructions. oneDNN's kernel for
 // blocks (at::native::cpublas::brgemm) was at most 1.06 times as fast on an AMD EPYC (Zen 5, VNNI, no AMX).
-#include "autograd.h"
-#include "checks.h"
-#include "loops.h"
+#include "kernels/loops.h"
+#include "ops/autograd.h"
+#include "ops/checks.h"
 
 #include <ATen/ops/_int_mm.h>
 
@@ -108,7 +108,7 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   checked_by("int8_linear", check_int8_linear);
   autocast(m, "int8_linear", int8_linear_autocast);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("int8_linear", int8_linear);
 }
 TORCH_LIBRARY_IMPL(openreg, Autograd, m) {

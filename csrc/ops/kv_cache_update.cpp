@@ -3,11 +3,11 @@
 // called reshape_and_cache.
 // kv_cache_update_ writes to the caches through their strides; kv_cache_update to copies of them.
 // All slots are checked before anything is written, so a rejected call changes nothing.
-#include "autograd.h"
-#include "../runtime/graph.h"
-#include "checks.h"
-#include "loops.h"
-#include "overlap.h"
+#include "kernels/loops.h"
+#include "ops/autograd.h"
+#include "ops/checks.h"
+#include "ops/overlap.h"
+#include "runtime/graph/graph.h"
 
 #include <ATen/ops/clone.h>
 
@@ -202,7 +202,7 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   autocast(m, "kv_cache_update_", in_cache_dtype<kv_cache_update_, kInPlace>);
   autocast(m, "kv_cache_update", in_cache_dtype<kv_cache_update, kFunctional>);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("kv_cache_update_", kv_cache_update_);
   m.impl("kv_cache_update", kv_cache_update);
 }

@@ -5,10 +5,10 @@
 // Rows with ignore_index are left out of all products.
 // bfloat16 uses products of pairs if the processor has them (gemm.h), but not for the gradients of few rows. The
 // logits' gradient is then rounded to bfloat16, as it is in eager mode.
-#include "../aten/transforms.h"
-#include "autograd.h"
-#include "cross_entropy.h"
-#include "gemm.h"
+#include "backend/functorch.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/gemm.h"
+#include "ops/autograd.h"
 
 namespace openreg::ops {
 namespace {
@@ -536,11 +536,11 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   checked_by("linear_cross_entropy_gradients", check_linear_cross_entropy_gradients);
   autocast(m, "linear_cross_entropy", Cast::kLower);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("linear_cross_entropy", linear_cross_entropy);
   m.impl("linear_cross_entropy_gradients", linear_cross_entropy_gradients);
 }
-TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, autograd, m) {
   m.impl("linear_cross_entropy", autograd<LinearCrossEntropy, linear_cross_entropy>("openreg::linear_cross_entropy"));
   m.impl("linear_cross_entropy_gradients",
       autograd<LinearCrossEntropyGradients, linear_cross_entropy_gradients>("openreg::linear_cross_entropy_gradients"));

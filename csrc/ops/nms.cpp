@@ -8,10 +8,10 @@
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("fp-contract=off") // a fused area - w * h rounds once, which could change a box at the threshold
 #endif
-#include "autograd.h"
-#include "../runtime/graph.h"
-#include "checks.h"
-#include "loops.h"
+#include "kernels/loops.h"
+#include "ops/autograd.h"
+#include "ops/checks.h"
+#include "runtime/graph/graph.h"
 
 #include <cmath>
 #include <numeric>
@@ -163,20 +163,20 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   checked_by("nms", check_nms);
   autocast(m, "nms", Cast::kFloat32);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("nms", nms);
 }
 TORCH_LIBRARY_IMPL(openreg, Autograd, m) {
   m.impl("nms", torch::CppFunction::makeFromBoxedFunction<&nms_autograd>());
 }
-TORCH_LIBRARY_IMPL(torchvision, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(torchvision, dense, m) {
   m.impl("nms", nms);
 }
-TORCH_LIBRARY_IMPL(torchvision, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(torchvision, autograd, m) {
   m.impl("nms", torch::CppFunction::makeFromBoxedFunction<&nms_autograd>());
 }
-TORCH_LIBRARY_IMPL(torchvision, AutocastPrivateUse1, m) {
-  m.impl("nms", autocast(Cast::kFloat32, at::kPrivateUse1)); // as torchvision does on its devices
+OPENREG_LIBRARY_IMPL(torchvision, autocast, m) {
+  m.impl("nms", autocast(Cast::kFloat32, identity.type)); // as torchvision does on its devices
 }
 
 } // namespace openreg::ops

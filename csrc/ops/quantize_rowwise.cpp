@@ -1,9 +1,9 @@
 // quantize_rowwise: q = round(x / scale), scale = max(|x|) / 127, for each row of the last dimension, and
 // dequantize_rowwise: q * scale. Symmetric int8 quantization; Dettmers et al. 2022, arXiv:2208.07339, section 2.
 // Forward only: rounding has no useful derivative.
-#include "autograd.h"
-#include "bytes.h"
-#include "checks.h"
+#include "kernels/byte_vectors.h"
+#include "ops/autograd.h"
+#include "ops/checks.h"
 
 #include <cmath>
 
@@ -123,7 +123,7 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
 TORCH_LIBRARY_IMPL(openreg, BackendSelect, m) {
   m.impl("dequantize_rowwise", known_dtype);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("quantize_rowwise", quantize_rowwise);
   m.impl("dequantize_rowwise", dequantize_rowwise);
 }

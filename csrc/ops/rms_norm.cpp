@@ -2,8 +2,8 @@
 // Zhang & Sennrich 2019, arXiv:1910.07467.
 // rstd is an output so that backward does not have to recompute it. It is differentiable, and rms_norm_backward is
 // differentiable in rstd as in its other arguments, which the second derivative needs.
-#include "rms_norm.h"
-#include "autograd.h"
+#include "kernels/rms_norm.h"
+#include "ops/autograd.h"
 
 namespace openreg::ops {
 namespace {
@@ -82,11 +82,11 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   checked_by("rms_norm_backward", check_rms_norm_backward);
   autocast(m, "rms_norm", Cast::kFloat32);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("rms_norm", rms_norm);
   m.impl("rms_norm_backward", rms_norm_backward);
 }
-TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, autograd, m) {
   m.impl("rms_norm", autograd<RmsNorm, rms_norm>("openreg::rms_norm"));
   m.impl("rms_norm_backward", differentiate_by_reference());
 }

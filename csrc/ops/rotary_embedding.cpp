@@ -2,10 +2,10 @@
 // (a * cos - b * sin, b * cos + a * sin). Su et al. 2021, arXiv:2104.09864.
 // The pairs are (x[i], x[i + D/2]), as in GPT-NeoX and Llama, or, interleaved, (x[2i], x[2i + 1]), as in the paper.
 // Backward rotates by the opposite angle, so it is the same kernel.
-#include "autograd.h"
-#include "checks.h"
-#include "loops.h"
-#include "rows.h"
+#include "kernels/loops.h"
+#include "kernels/strided_rows.h"
+#include "ops/autograd.h"
+#include "ops/checks.h"
 
 namespace openreg::ops {
 namespace {
@@ -183,11 +183,11 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   checked_by("rotary_embedding_backward", check_rotary_embedding_backward);
   autocast(m, "rotary_embedding", Cast::kPromote);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("rotary_embedding", rotary_embedding);
   m.impl("rotary_embedding_backward", rotary_embedding_backward);
 }
-TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, autograd, m) {
   m.impl("rotary_embedding", autograd<RotaryEmbedding, rotary_embedding>("openreg::rotary_embedding"));
   m.impl("rotary_embedding_backward", differentiate_by_reference());
 }

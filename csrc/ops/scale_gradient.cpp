@@ -1,6 +1,6 @@
 // scale_gradient: y = a view of x, and dx = scale * dy; with scale -1 the gradient reversal layer.
 // Ganin & Lempitsky 2015, arXiv:1409.7495.
-#include "autograd.h"
+#include "ops/autograd.h"
 
 namespace openreg::ops {
 namespace {

@@ -1,11 +1,11 @@
 // swiglu: y = silu(gate) * up, silu(g) = g * sigmoid(g).
 // Shazeer 2020, arXiv:2002.05202.
 // Backward recomputes silu(gate) from the arguments; forward saves no extra tensor.
-#include "autograd.h"
-#include "checks.h"
-#include "exp.h"
-#include "loops.h"
-#include "rows.h"
+#include "kernels/exp.h"
+#include "kernels/loops.h"
+#include "kernels/strided_rows.h"
+#include "ops/autograd.h"
+#include "ops/checks.h"
 
 #include <unistd.h>
 
@@ -176,11 +176,11 @@ TORCH_LIBRARY_FRAGMENT(openreg, m) {
   checked_by("swiglu_backward", check_swiglu_backward);
   autocast(m, "swiglu", Cast::kPromote);
 }
-TORCH_LIBRARY_IMPL(openreg, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, dense, m) {
   m.impl("swiglu", swiglu);
   m.impl("swiglu_backward", swiglu_backward);
 }
-TORCH_LIBRARY_IMPL(openreg, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(openreg, autograd, m) {
   m.impl("swiglu", autograd<Swiglu, swiglu>("openreg::swiglu"));
   m.impl("swiglu_backward", differentiate_by_reference());
 }

@@ -1,4 +1,4 @@
-#include "device.h"
+#include "runtime/device.h"
 
 #include <unistd.h>
 
@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "per_thread.h"
+#include "runtime/per_thread.h"
 
 namespace openreg {
 namespace {

@@ -1,6 +1,7 @@
 // The table of openreg/c_api.h. Each function checks what comes from outside, calls the runtime, and turns exceptions
 // into statuses.
-#include "interface.h"
+
+#include "runtime/interface.h"
 
 #include <openreg/c_api.h>
 
@@ -14,15 +15,15 @@
 #include <string>
 #include <utility>
 
-#include "device.h"
-#include "error.h"
-#include "event.h"
-#include "fault.h"
-#include "graph.h"
-#include "memory.h"
-#include "memory_contents.h"
-#include "observer.h"
-#include "stream.h"
+#include "runtime/device.h"
+#include "runtime/graph/graph.h"
+#include "runtime/memory/contents.h"
+#include "runtime/memory/memory.h"
+#include "runtime/process/error.h"
+#include "runtime/process/fault.h"
+#include "runtime/process/notices.h"
+#include "runtime/stream/event.h"
+#include "runtime/stream/stream.h"
 
 struct openreg_event {
   openreg::Event event;

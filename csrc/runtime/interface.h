@@ -1,7 +1,7 @@
 // What the interface for other programs (openreg/c_api.h) asks of the backend.
 #pragma once
 
-#include "error.h"
+#include "runtime/process/error.h"
 
 namespace openreg {
 

@@ -1,4 +1,4 @@
-#include "mutex.h"
+#include "runtime/mutex.h"
 
 #include <linux/futex.h>
 #include <linux/membarrier.h>

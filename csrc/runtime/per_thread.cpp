@@ -1,4 +1,4 @@
-#include "per_thread.h"
+#include "runtime/per_thread.h"
 
 #include <pthread.h>
 #include <sys/syscall.h>

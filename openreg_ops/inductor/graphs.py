@@ -3,7 +3,7 @@
 Note [Compiled graphs in device graphs]
 Inductor asks a policy how to wrap each compiled graph, forward and backward. Here the first call with some shapes
 runs as usual. The second is captured, and it and those after it are replays. So no call runs twice: mutations and
-random numbers match the default mode. A replay, in csrc/compiled_graphs.cpp, is one launch. It copies the inputs
+random numbers match the default mode. A replay, in csrc/bindings/compiled_graphs.cpp, is one launch. It copies the inputs
 into buffers of the graph, except those that keep their addresses, and copies the results out of the graph. So each
 result stays valid. PyTorch's graph trees raise for a result that a later call has overwritten. A result of forward
 that is an input, or a view of one, refers to the caller's input. Backward may write its results to the memory of

@@ -2,7 +2,7 @@
 
 It analyzes order, not time, so it finds the same races in every launch mode and on every run. Each stream and the host
 have a clock, which says how far they are ordered behind each other stream. A dispatch mode sees the operators, and
-their schemas say which tensors they read and write. The runtime's log (csrc/runtime/observer.h) reports memory, events
+their schemas say which tensors they read and write. The runtime's log (csrc/runtime/process/notices.h) reports memory, events
 and waits of the host. The clocks, the meaning of the arguments and the base classes of the errors follow
 ``torch.cuda._sanitizer``.
 """

@@ -1,6 +1,6 @@
 """``torch.openreg.schedules``: runs a program in many orders of its streams, and finds the order that makes it wrong.
 
-The runtime (csrc/runtime/schedule.h) runs one order: the order of a seed, or the program's own with exceptions. This
+The runtime (csrc/runtime/explore/schedule.h) runs one order: the order of a seed, or the program's own with exceptions. This
 module chooses the orders, compares their results, and shrinks an order that makes a difference. schedule_results.py
 reads results, schedule_report.py reports the wait that is missing, schedule_threads.py brings the program's threads
 under the runtime's control, and schedule_state.py keeps the state that every order starts from.

@@ -42,7 +42,7 @@ class Openreg(Backend):
             return _fallen(op, key, kernel)
         if "by openreg_ops.fallback" in kernel.where:  # denied, or forced
             return _fallen(op, "PrivateUse1", kernel)
-        if "sharing the CPU's kernel" in kernel.where or "csrc/aten/unboxed.cpp" in kernel.where:
+        if "sharing the CPU's kernel" in kernel.where or "csrc/aten/direct.cpp" in kernel.where:
             return Has("shared", "runs the CPU's kernel on device memory", kernel.where)
         return None
 

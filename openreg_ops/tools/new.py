@@ -41,7 +41,7 @@ PACKAGE_FILES = {
     "NAME.py.in": "src/{package}/{name}.py",
     "test_NAME.py.in": "tests/test_{name}.py",
 }
-HEADERS = ("csrc/ops/autograd.h", "csrc/ops/checks.h", "csrc/ops/loops.h")
+HEADERS = ("csrc/ops/autograd.h", "csrc/ops/checks.h", "csrc/kernels/loops.h")
 # Words that are reserved in C++ but not in Python.
 CPP_WORDS = """alignas alignof and_eq asm auto bitand bitor bool case catch char char8_t char16_t char32_t co_await
 co_return co_yield compl concept const const_cast consteval constexpr constinit decltype default delete do double

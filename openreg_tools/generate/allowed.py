@@ -105,7 +105,7 @@ _SEGMENTS: dict[str, _Bound] = {
 }
 _TRANSFORM: dict[str, _Bound] = {"dim": lambda given: given["self"].dim()}  # torch.fft passes dimensions from 0 on
 
-# What kernels of the CPU use as an index without a check, and its bound. The device checks it in csrc/aten/unchecked.cpp.
+# What kernels of the CPU use as an index without a check, and its bound. The device checks it in csrc/aten/traits/missing_checks.cpp.
 _UNCHECKED: dict[str, dict[str, _Bound]] = {
     "aten::_convert_indices_from_coo_to_csr": {"self": lambda given: given["size"]},
     "aten::_convert_indices_from_csr_to_coo": {"crow_indices": lambda given: given["col_indices"].shape[-1] + 1},

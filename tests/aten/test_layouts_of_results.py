@@ -361,7 +361,7 @@ INPUTS = {
 
 def read_as_contiguous():
     """kReadAsContiguous: the arguments by operator."""
-    source = Path(__file__, "../../../csrc/aten/own_memory.cpp").resolve().read_text()
+    source = Path(__file__, "../../../csrc/aten/traits/results_in_own_memory.cpp").resolve().read_text()
     table = re.search(r"kReadAsContiguous = \{(.*?)\n\};", source, re.DOTALL)[1]
     return {name: re.findall(r'"(\w+)"', which) for name, which in re.findall(r'\{"([\w:.]+)", \{(.*?)\}\}', table)}
 

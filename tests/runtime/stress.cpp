@@ -8,14 +8,14 @@
 #include <thread>
 
 #include "../../csrc/runtime/device.h"
-#include "../../csrc/runtime/error.h"
-#include "../../csrc/runtime/event.h"
-#include "../../csrc/runtime/memory.h"
-#include "../../csrc/runtime/memory_contents.h"
-#include "../../csrc/runtime/memory_stats.h"
-#include "../../csrc/runtime/profile.h"
-#include "../../csrc/runtime/stream.h"
-#include "../../csrc/runtime/wait.h"
+#include "../../csrc/runtime/process/error.h"
+#include "../../csrc/runtime/stream/event.h"
+#include "../../csrc/runtime/memory/memory.h"
+#include "../../csrc/runtime/memory/contents.h"
+#include "../../csrc/runtime/memory/stats.h"
+#include "../../csrc/runtime/process/profile.h"
+#include "../../csrc/runtime/stream/stream.h"
+#include "../../csrc/runtime/process/interrupts.h"
 
 using namespace openreg;
 using Clock = std::chrono::steady_clock;

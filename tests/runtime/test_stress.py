@@ -9,7 +9,7 @@ import pytest
 pytestmark = pytest.mark.compiles
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "csrc/runtime").glob("*.cpp"))
+SOURCES = sorted((ROOT / "csrc/runtime").rglob("*.cpp"))
 
 
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
@@ -18,7 +18,7 @@ def test_stress_under_sanitizers(sanitizers, tmp_path):
     # One translation unit, as in the build, takes half of the compiler's time: headers are read once.
     runtime.write_text("".join(f'#include "{source}"\n' for source in SOURCES))
     flags = ["-std=c++20", "-O1", "-g1", "-pthread", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
-    flags += [f"-I{ROOT}/openreg_ops/include", "-DOPENREG_LINKED"]
+    flags += [f"-I{ROOT}/openreg_ops/include", f"-I{ROOT}/csrc", "-DOPENREG_LINKED"]
     command = ["g++", *flags, ROOT / "tests/runtime/stress.cpp", runtime, "-o", program]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr

@@ -95,6 +95,9 @@ def test_scan_finds_registrations_with_their_lines(backend):
         "curved": f"{backend}/kernels.py:2",
     }
     assert [r.where for r in drift.scan(backend, "CUDA", OLD)] == [f"{backend}/kernels.cpp:4"]
+    own = (backend / "kernels.cpp").read_text().replace("TORCH_LIBRARY_IMPL(aten, PrivateUse1", "MY_LIBRARY_IMPL(aten, dense")
+    (backend / "kernels.cpp").write_text(own)
+    assert {r.operator: r.where for r in drift.scan(backend, "PrivateUse1", OLD, role="dense")} == found
 
 
 def test_what_breaks(saved, backend):
@@ -181,7 +184,7 @@ def test_what_a_derivative_calls():
 
 def test_registrations_of_this_process():
     found = {r.operator: r for r in drift.registered("PrivateUse1")}
-    assert "csrc/aten/minimal.cpp:" in found["empty.memory_format"].where and not found["mm"].boxed
+    assert "csrc/aten/factory.cpp:" in found["empty.memory_format"].where and not found["mm"].boxed
     assert "softmax.int_out" not in found, "shared kernels follow torch by themselves"
     if (Path(__file__).parents[2] / "csrc").exists():
         file, _, line = found["view"].where.partition(":")

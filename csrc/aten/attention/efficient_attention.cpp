@@ -7,8 +7,9 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include "../../compat.h"
-#include "packed.h"
+#include "aten/attention/packed.h"
+#include "backend/identity/identity.h"
+#include "compat.h"
 
 namespace openreg::packed {
 namespace {
@@ -184,7 +185,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("_efficient_attention_forward", efficient_forward);
   m.impl("_efficient_attention_backward", efficient_backward);
 }

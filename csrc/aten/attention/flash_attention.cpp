@@ -6,8 +6,9 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include "../../compat.h"
-#include "packed.h"
+#include "aten/attention/packed.h"
+#include "backend/identity/identity.h"
+#include "compat.h"
 
 namespace openreg::packed {
 namespace {
@@ -171,7 +172,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad_out, const 
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("_flash_attention_forward", flash_forward);
   m.impl("_flash_attention_forward_no_dropout_inplace", flash_forward_inplace);
   m.impl("_flash_attention_backward", flash_backward);

@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "../../ops/attention.h"
+#include "kernels/attention.h"
 
 namespace openreg::packed {
 

@@ -15,8 +15,9 @@
 #include <limits>
 #include <vector>
 
-#include "../../ops/attention.h"
-#include "../transforms.h"
+#include "backend/functorch.h"
+#include "backend/identity/identity.h"
+#include "kernels/attention.h"
 
 namespace openreg {
 namespace {
@@ -54,7 +55,7 @@ int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
     bool enable_gqa) {
   constexpr auto math = static_cast<int64_t>(sdp::SDPBackend::math);
   const bool masked = mask && mask->defined();
-  if (!query.is_privateuseone() || query.is_nested() || key.is_nested() || value.is_nested()) return math;
+  if (!on_device(query) || query.is_nested() || key.is_nested() || value.is_nested()) return math;
   const auto& context = at::globalContext();
   if (!context.userEnabledFlashSDP() && context.userEnabledMemEfficientSDP() &&
       takes_efficient(query, key, value, mask, is_causal)) // as CUDA chooses without its flash kernel
@@ -200,11 +201,11 @@ std::tuple<at::Tensor, at::Tensor> mathematical(const at::Tensor& query, const a
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, autograd, m) {
   m.impl("_scaled_dot_product_attention_math", mathematical);
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("_fused_sdp_choice", choose);
   m.impl("_scaled_dot_product_fused_attention_overrideable", fused_attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", fused_attention_backward);

@@ -5,7 +5,8 @@
 #include <ATen/ops/abs_native.h>
 #include <torch/library.h>
 
-#include "../native.h"
+#include "aten/boxed.h"
+#include "backend/identity/identity.h"
 
 namespace openreg {
 namespace {
@@ -26,7 +27,7 @@ void abs_kernel(at::TensorIteratorBase& iter) {
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("abs.out", TORCH_FN(at::native::abs_out));
 }
 

@@ -6,13 +6,14 @@
 #include <ATen/ops/fill_cpu_dispatch.h>
 #include <torch/library.h>
 
-#include "../native.h"
+#include "aten/boxed.h"
+#include "backend/identity/identity.h"
 
 namespace openreg {
 namespace {
 
 bool goes_across(const at::Tensor& self, const at::Tensor& value) {
-  return value.is_privateuseone() && value.device() != self.device() && value.dim() == 0;
+  return on_device(value) && value.device() != self.device() && value.dim() == 0;
 }
 
 at::Tensor& fill_with_tensor(at::Tensor& self, const at::Tensor& value) {
@@ -29,12 +30,12 @@ at::Tensor& index_put_impl_(at::Tensor& self, const c10::List<std::optional<at::
 
 at::Tensor& bernoulli_with_tensor(at::Tensor& self, const at::Tensor& p, std::optional<at::Generator> generator) {
   return detail::call_boxed<at::_ops::bernoulli__Tensor>(
-      self, self.is_privateuseone() ? p.to(self.device()) : p, std::move(generator));
+      self, on_device(self) ? p.to(self.device()) : p, std::move(generator));
 }
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("fill_.Tensor", fill_with_tensor);
   m.impl("_index_put_impl_", index_put_impl_);
   m.impl("bernoulli_.Tensor", bernoulli_with_tensor);

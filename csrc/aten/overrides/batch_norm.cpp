@@ -10,6 +10,8 @@
 #include <ATen/ops/var_mean.h>
 #include <torch/library.h>
 
+#include "backend/identity/identity.h"
+
 namespace openreg {
 namespace {
 
@@ -171,7 +173,7 @@ at::Tensor backward_elemt(const at::Tensor& grad_out, const at::Tensor& input, c
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("batch_norm_stats", stats);
   m.impl("batch_norm_gather_stats", gather_stats);
   m.impl("batch_norm_gather_stats_with_counts", gather_stats_with_counts);

@@ -5,7 +5,8 @@
 #include <ATen/ops/convolution_backward.h>
 #include <torch/library.h>
 
-#include "../native.h"
+#include "aten/boxed.h"
+#include "backend/identity/identity.h"
 
 namespace openreg {
 namespace {
@@ -68,7 +69,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward_overrideable
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("convolution_overrideable", convolution_overrideable);
   m.impl("convolution_backward_overrideable", convolution_backward_overrideable);
 }

@@ -7,6 +7,8 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include "backend/identity/identity.h"
+
 namespace openreg {
 namespace {
 
@@ -22,7 +24,7 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("native_dropout", native_dropout);
 }
 

@@ -8,7 +8,8 @@
 
 #include <string_view>
 
-#include "../wider.h"
+#include "aten/traits/wider_dtypes.h"
+#include "backend/identity/identity.h"
 
 namespace openreg {
 namespace {
@@ -79,7 +80,7 @@ void fft(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
 // takes the kernel that all operators of the layer share.
 void fft_transformed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const at::Tensor& self = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
-  if (self.is_privateuseone() && is_widened(self)) return fft(op, keys, stack);
+  if (on_device(self) && is_widened(self)) return fft(op, keys, stack);
   static const auto* shared = new c10::SafeKernelFunction(
       c10::Dispatcher::singleton().findSchemaOrThrow("aten::sin", "").getComputedKernelForDispatchKey(kFront));
   shared->callBoxed(op, keys, stack);
@@ -100,10 +101,10 @@ void register_all(torch::Library& m) {
 
 // A composite operator that a backend overrides loses its derivative along with its decomposition, so we register both
 // keys.
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   register_all<&fft>(m);
 }
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, autograd, m) {
   register_all<&fft>(m);
 }
 TORCH_LIBRARY_IMPL(aten, FuncTorchDynamicLayerFrontMode, m) {

@@ -2,7 +2,7 @@
 // headers do not declare the stub.
 #include <ATen/native/DispatchStub.h>
 
-#include "../native.h"
+#include "aten/boxed.h"
 
 namespace at::native {
 DECLARE_DISPATCH(at::Tensor (*)(const at::Tensor&, at::IntArrayRef), flatten_indices_stub)

@@ -11,9 +11,10 @@
 #include <cstdint>
 #include <limits>
 
-#include "../../backend/sync_debug.h"
-#include "../cuda_rules.h"
-#include "../native.h"
+#include "aten/boxed.h"
+#include "aten/traits/cuda_rules.h"
+#include "backend/identity/identity.h"
+#include "backend/sync_debug.h"
 
 namespace openreg {
 namespace {
@@ -87,7 +88,7 @@ at::Tensor& histc_out(
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("histc", histc);
   m.impl("histc.out", histc_out);
 }

@@ -2,7 +2,7 @@
 #include <ATen/TensorIterator.h>
 #include <ATen/native/UnaryOps.h>
 
-#include "../native.h"
+#include "aten/boxed.h"
 
 namespace openreg {
 namespace {

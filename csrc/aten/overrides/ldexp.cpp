@@ -3,7 +3,8 @@
 #include <ATen/ops/ldexp.h>
 #include <torch/library.h>
 
-#include "../wider.h"
+#include "aten/traits/wider_dtypes.h"
+#include "backend/identity/identity.h"
 
 namespace openreg {
 namespace {
@@ -22,7 +23,7 @@ at::Tensor& ldexp_out(const at::Tensor& self, const at::Tensor& other, at::Tenso
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("ldexp.out", ldexp_out);
 }
 

@@ -18,7 +18,8 @@
 #include <limits>
 #include <utility>
 
-#include "../native.h"
+#include "aten/boxed.h"
+#include "backend/identity/identity.h"
 
 namespace openreg {
 namespace {
@@ -104,10 +105,10 @@ at::Tensor max_pool2d_autograd(const at::Tensor& self, at::IntArrayRef kernel, a
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("max_pool2d", max_pool2d);
 }
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, autograd, m) {
   m.impl("max_pool2d", max_pool2d_autograd);
 }
 

@@ -6,7 +6,8 @@
 #include <ATen/ops/where.h>
 #include <torch/library.h>
 
-#include "../native.h"
+#include "aten/boxed.h"
+#include "backend/identity/identity.h"
 
 namespace openreg {
 namespace {
@@ -35,7 +36,7 @@ at::Tensor& nansum_out(const at::Tensor& self, at::OptionalIntArrayRef dim, bool
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("nansum", nansum);
   m.impl("nansum.out", nansum_out);
 }

@@ -3,7 +3,8 @@
 #include <ATen/ops/narrow_copy_ops.h>
 #include <torch/library.h>
 
-#include "../native.h"
+#include "aten/boxed.h"
+#include "backend/identity/identity.h"
 
 namespace openreg {
 namespace {
@@ -20,7 +21,7 @@ at::Tensor& narrow_copy_out(
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("narrow_copy", narrow_copy);
   m.impl("narrow_copy.out", narrow_copy_out);
 }

@@ -4,7 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "../native.h"
+#include "aten/boxed.h"
+#include "backend/identity/identity.h"
 
 namespace openreg {
 namespace {
@@ -19,7 +20,7 @@ at::Tensor pdist_backward(const at::Tensor& grad, const at::Tensor& self, double
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("_pdist_backward", pdist_backward);
 }
 

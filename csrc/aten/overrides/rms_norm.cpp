@@ -10,6 +10,8 @@
 #include <tuple>
 #include <vector>
 
+#include "backend/identity/identity.h"
+
 namespace openreg {
 namespace {
 
@@ -28,7 +30,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& input, at::IntArra
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, autograd, m) {
   m.impl("_fused_rms_norm", rms_norm);
 }
 

@@ -28,7 +28,8 @@
 
 #include <algorithm>
 
-#include "../../compat.h"
+#include "backend/identity/identity.h"
+#include "compat.h"
 
 namespace openreg {
 namespace {
@@ -171,7 +172,7 @@ bool is_plain(TensorList list) {
 // Autocast lowers the precision of the fused cells and the state, as on CUDA.
 template <class... Args>
 bool as_on_cpu(const Args&... args) {
-  return (is_plain(args) && ...) && !at::autocast::is_autocast_enabled(at::kPrivateUse1);
+  return (is_plain(args) && ...) && !at::autocast::is_autocast_enabled(identity.type);
 }
 
 std::vector<Tensor> gates_of(const char* op, const Tensor& gates, int64_t count) {
@@ -527,7 +528,7 @@ void register_composites(torch::Library& m) {
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("_thnn_fused_lstm_cell", fused_lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", fused_lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", fused_gru_cell);
@@ -535,7 +536,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   register_composites(m);
 }
 // Composites differentiate through their parts, so autograd uses the same ones.
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, autograd, m) {
   register_composites(m);
 }
 

@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "backend/identity/identity.h"
+
 namespace openreg {
 namespace {
 
@@ -43,10 +45,10 @@ at::Tensor selu_autograd(const at::Tensor& self) {
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("selu", selu_inference);
 }
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, autograd, m) {
   m.impl("selu", selu_autograd);
 }
 

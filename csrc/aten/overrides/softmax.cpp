@@ -16,8 +16,9 @@
 #include <ATen/ops/_softmax_ops.h>
 #include <torch/library.h>
 
-#include "../direct.h"
-#include "../native.h"
+#include "aten/boxed.h"
+#include "aten/direct.h"
+#include "backend/identity/identity.h"
 
 namespace openreg {
 namespace {
@@ -92,7 +93,7 @@ void softmax_backward_out(const c10::OperatorHandle& op, c10::DispatchKeySet key
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("_softmax", softmax<at::_ops::_softmax, at::native::structured_softmax_cpu_out, at::cpu::_softmax>);
   m.impl("_log_softmax",
       softmax<at::_ops::_log_softmax, at::native::structured_log_softmax_cpu_out, at::cpu::_log_softmax>);

@@ -1,0 +1,250 @@
+#include "aten/traits/wider_dtypes.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/TypeProperties.h>
+#include <ATen/ops/_to_copy.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/llvmMathExtras.h>
+
+#include <algorithm>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "aten/deferred/queued.h"
+#include "aten/traits/results_in_own_memory.h"
+#include "backend/map_tensors.h"
+
+namespace openreg {
+namespace {
+
+using at::ScalarType;
+using torch::jit::Stack;
+
+constexpr std::uint64_t bit(ScalarType type) {
+  return std::uint64_t{1} << static_cast<unsigned>(type);
+}
+constexpr std::uint64_t kHalfs = bit(at::kHalf) | bit(at::kBFloat16), kComplexHalf = bit(at::kComplexHalf);
+constexpr std::uint64_t kFloat8s =
+    bit(at::kFloat8_e4m3fn) | bit(at::kFloat8_e4m3fnuz) | bit(at::kFloat8_e5m2) | bit(at::kFloat8_e5m2fnuz);
+
+// Every operator whose CPU kernel lacks a dtype that its CUDA kernel has, all overloads, by name. The conformance
+// check cuda_dtypes finds those that are missing here.
+const std::unordered_map<std::string, Wider>& wider_table() {
+  static const auto* all = [] {
+    auto* made = new std::unordered_map<std::string, Wider>;
+    const auto add = [&](std::uint64_t lacks, Wider::Rule rule, std::initializer_list<const char*> names) {
+      for (const char* name : names) {
+        const std::string full = std::string("aten::") + name;
+        made->emplace(full, Wider(lacks, rule));
+        made->emplace(full + "_", Wider(lacks, rule));
+      }
+    };
+    add(kComplexHalf, Wider::kOneType,
+        {"acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cumprod", "equal", "exp", "lerp",
+            "log", "prod", "rsqrt", "sigmoid", "sigmoid_backward", "sin", "sinh", "sqrt", "sum", "tan", "tanh",
+            "tanh_backward"});
+    add(kComplexHalf | bit(at::kBool), Wider::kOneType, {"trace"});
+    add(kComplexHalf, Wider::kPromotes, {"div", "logaddexp", "pow"});
+    add(kHalfs, Wider::kOneType,
+        {"_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward", "_upsample_bilinear2d_aa",
+            "_upsample_bilinear2d_aa_backward", "_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa_backward",
+            "avg_pool3d", "avg_pool3d_backward", "multi_margin_loss", "multi_margin_loss_backward",
+            "multilabel_margin_loss_backward", "multilabel_margin_loss_forward"});
+    add(bit(at::kHalf), Wider::kOneType, {"rrelu_with_noise"});
+    add((kBFloat16Transforms ? kHalfs : bit(at::kHalf)) | kComplexHalf, Wider::kTransform,
+        {"_fft_c2c", "_fft_c2r", "_fft_r2c"});
+    if (OPENREG_TORCH_AT_LEAST(2, 15)) { // their CUDA kernels took fewer dtypes before
+      add(kHalfs, Wider::kOneType, {"sparse_sampled_addmm"});
+      add(kFloat8s, Wider::kOneType, {"scatter"});
+    }
+    return made;
+  }();
+  return *all;
+}
+
+ScalarType wide(ScalarType type) {
+  switch (type) {
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kFloat8_e4m3fn:
+    case at::kFloat8_e4m3fnuz:
+    case at::kFloat8_e5m2:
+    case at::kFloat8_e5m2fnuz:
+      return at::kFloat;
+    case at::kComplexHalf:
+      return at::kComplexFloat;
+    case at::kBool:
+      return at::kByte;
+    default:
+      return type;
+  }
+}
+
+// The final dtype of a result computed as `type`, if the arguments should have had dtype `narrow`.
+ScalarType rounded(ScalarType type, ScalarType narrow) {
+  const bool half = narrow == at::kHalf || narrow == at::kComplexHalf;
+  if (type == at::kComplexFloat && half) return at::kComplexHalf;
+  if (type == at::kFloat && half) return at::kHalf;
+  if (type == at::kFloat && (bit(narrow) & (bit(at::kBFloat16) | kFloat8s))) return narrow;
+  return type;
+}
+
+at::Tensor cast(const at::Tensor& x, ScalarType type, std::optional<at::MemoryFormat> format = std::nullopt) {
+  if (x.scalar_type() == type) return x;
+  return at::_to_copy(x, x.options().dtype(type), /*non_blocking=*/false, format);
+}
+
+bool is_dtype(const c10::Argument& argument) {
+  auto type = argument.real_type();
+  if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  return type->kind() == c10::TypeKind::ScalarTypeType;
+}
+
+// The dtype that an operator computes in, and whether the arguments included another one.
+struct Found {
+  std::optional<ScalarType> type;
+  bool mixed = false;
+};
+
+Found find(const c10::FunctionSchema& schema, const c10::IValue* arguments, Wider::Rule rule, std::uint64_t lacks) {
+  Found found;
+  at::native::ResultTypeState state;
+  std::vector<ScalarType> outs;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const c10::Argument& argument = schema.arguments()[i];
+    const bool out = argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite();
+    if (is_dtype(argument) && !arguments[i].isNone()) return {arguments[i].toScalarType(), false};
+    visit_tensors(arguments[i], [&](const at::Tensor& x) {
+      if (!x.defined()) return;
+      const ScalarType type = x.scalar_type();
+      if (out) return outs.push_back(type);
+      if (rule == Wider::kPromotes) {
+        state = at::native::update_result_type_state(x, state);
+      } else if (bit(type) & lacks) {
+        found.mixed |= found.type && *found.type != type;
+        found.type = type;
+      } else if (c10::isFloatingType(type) || c10::isComplexType(type)) {
+        found.mixed = true;
+      }
+    });
+    if (rule == Wider::kPromotes && arguments[i].isScalar() && !is_dtype(argument) &&
+        argument.type()->kind() == c10::TypeKind::NumberType)
+      state = at::native::update_result_type_state(arguments[i].toScalar(), state);
+  }
+  if (rule == Wider::kPromotes) found.type = at::native::result_type(state);
+  // A half-type kernel accepts only an out= of its own dtype.
+  if (rule == Wider::kOneType && (lacks & kHalfs))
+    for (const ScalarType type : outs) found.mixed |= type != found.type;
+  return found;
+}
+
+// The signal sizes of a transform.
+std::vector<int64_t> signal_sizes(const c10::OperatorHandle& op, const c10::IValue* arguments) {
+  const at::Tensor& self = arguments[0].toTensor();
+  std::vector<int64_t> sizes;
+  const auto dims = arguments[1].toIntVector();
+  for (const int64_t dim : dims)
+    if (self.dim() && dim >= -self.dim() && dim < self.dim()) sizes.push_back(self.size(dim));
+  if (op.schema().name() == "aten::_fft_c2r" && !sizes.empty()) sizes.back() = arguments[3].toInt();
+  return sizes;
+}
+
+} // namespace
+
+const Wider* Wider::of(const std::string& name) {
+  const auto it = wider_table().find(name);
+  return it == wider_table().end() ? nullptr : &it->second;
+}
+
+bool Wider::run(const c10::OperatorHandle& op, Stack* stack, c10::DispatchKey key) const {
+  const c10::FunctionSchema& schema = op.schema();
+  const size_t count = schema.arguments().size(), first = stack->size() - count;
+  const Found found = find(schema, stack->data() + first, rule_, lacks_);
+  // An operator that takes one floating-point dtype rejects two; its CPU kernel does that.
+  if (!found.type || !lacks(*found.type) || found.mixed) return false;
+  const ScalarType narrow = *found.type;
+  if (rule_ == kTransform && narrow != at::kBFloat16)
+    check_half_transform(schema.name().c_str(), signal_sizes(op, stack->data() + first));
+
+  c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
+  struct Argument {
+    at::Tensor given, wide;
+    bool written;
+  };
+  std::vector<Argument> tensors;
+  const auto known = [&](const at::Tensor& x) {
+    return std::find_if(tensors.begin(), tensors.end(), [&](const Argument& each) { return each.given.is_same(x); });
+  };
+  Stack arguments;
+  for (size_t i = 0; i < count; ++i) {
+    const c10::Argument& argument = schema.arguments()[i];
+    const bool written = argument.alias_info() && argument.alias_info()->isWrite();
+    const c10::IValue& value = (*stack)[first + i];
+    if (is_dtype(argument) && !value.isNone()) {
+      arguments.emplace_back(wide(value.toScalarType()));
+      continue;
+    }
+    arguments.push_back(map_tensors(value, [&](const at::Tensor& x) {
+      if (!x.defined()) return x;
+      auto it = known(x);
+      if (it == tensors.end()) {
+        const ScalarType type = x.scalar_type();
+        const bool widens = lacks(type) || ((type == at::kHalf || type == at::kBFloat16) && narrow == at::kComplexHalf);
+        // Some CPU kernels write as if a result were contiguous; the copy has the caller's strides.
+        const bool contiguous = written && x.layout() == at::kStrided;
+        const auto format = contiguous ? at::MemoryFormat::Contiguous : at::MemoryFormat::Preserve;
+        at::Tensor made = widens ? cast(x, openreg::wide(type), format) : x;
+        if (widens && x.unsafeGetTensorImpl()->is_wrapped_number())
+          made.unsafeGetTensorImpl()->set_wrapped_number(true);
+        it = tensors.insert(tensors.end(), {x, std::move(made), false});
+      }
+      it->written |= written;
+      return it->wide;
+    }));
+  }
+  for (const Argument& to : tensors) {
+    if (!to.written || to.given.is_same(to.wide)) continue;
+    // The CPU kernels of the other operators check this. angle and _fft_c2r return real results for complex arguments.
+    TORCH_CHECK(rule_ != kPromotes || c10::canCast(narrow, to.given.scalar_type()), "result type ", narrow,
+        " can't be cast to the desired output type ", to.given.scalar_type());
+    if (!to.given.has_storage()) continue;
+    at::assert_no_internal_overlap(to.given);
+    for (const Argument& from : tensors)
+      if (from.given.has_storage() && !from.given.is_same(to.given))
+        at::assert_no_partial_overlap(to.given, from.given);
+  }
+
+  op.redispatchBoxed(c10::DispatchKeySet(key), &arguments);
+
+  for (const Argument& to : tensors)
+    if (to.written && !to.given.is_same(to.wide)) write_back(to.given, to.wide);
+  torch::jit::drop(*stack, count);
+  for (const c10::IValue& value : arguments)
+    stack->push_back(map_tensors(value, [&](const at::Tensor& y) {
+      if (!y.defined()) return y;
+      for (const Argument& each : tensors)
+        if (each.wide.is_same(y)) return each.given;
+      return cast(y, rounded(y.scalar_type(), narrow));
+    }));
+  return true;
+}
+
+void check_half_transform(const char* name, at::IntArrayRef sizes) {
+  const bool all = std::all_of(sizes.begin(), sizes.end(),
+      [](int64_t size) { return size < 1 || c10::llvm::isPowerOf2_64(static_cast<std::uint64_t>(size)); });
+  TORCH_CHECK(all, name,
+      ": expected signal sizes that are powers of two in half precision, as cuFFT requires, but got ", sizes,
+      "; convert the input to float32, or pad the signal with n= or s=");
+}
+
+at::Tensor& write_out(const char* name, const at::Tensor& result, at::Tensor& out) {
+  TORCH_CHECK(c10::canCast(result.scalar_type(), out.scalar_type()), name, ": result type ", result.scalar_type(),
+      " can't be cast to the desired output type ", out.scalar_type());
+  at::native::resize_output(out, result.sizes());
+  return out.copy_(result);
+}
+
+} // namespace openreg

@@ -1,0 +1,134 @@
+#include "backend/distributed/call_queue.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "runtime/process/interrupts.h"
+
+namespace openreg {
+namespace {
+
+// The message of a process, with the same size for all calls of a group. The numbers for and from each process follow
+// it.
+struct Record {
+  uint64_t rule; // its hash
+  uint64_t unequal_parts;
+  char text[496];
+};
+
+uint64_t hash(const std::string& text) { // FNV-1a
+  uint64_t value = 14695981039346656037u;
+  for (const unsigned char each : text) value = (value ^ each) * 1099511628211u;
+  return value;
+}
+
+} // namespace
+
+CallQueue::~CallQueue() {
+  {
+    std::lock_guard lock(mutex_);
+    ends_ = true;
+  }
+  changed_.notify_all();
+  if (!thread_.joinable()) return;
+  // Without Python's lock, because the end of a call's tensors may need it.
+  detail::wait_around([](void* thread) { static_cast<std::thread*>(thread)->join(); }, &thread_);
+}
+
+void CallQueue::push(Call call, std::function<void()> begin, std::function<void(std::exception_ptr)> fail) {
+  push(Entry{std::move(call), true, std::move(begin), std::move(fail)});
+}
+
+void CallQueue::run(const std::function<void()>& task) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+  std::exception_ptr error;
+  auto finish = [&](std::exception_ptr with) {
+    std::lock_guard lock(mutex);
+    error = std::move(with);
+    done = true;
+    changed.notify_all();
+  };
+  push(Entry{{}, false, [&] { task(), finish(nullptr); }, finish});
+  detail::wait_freely(detail::Interrupt::kNever, [&](std::chrono::nanoseconds most) {
+    std::unique_lock lock(mutex);
+    return changed.wait_for(lock, most, [&] { return done; });
+  });
+  if (error) std::rethrow_exception(error);
+}
+
+void CallQueue::push(Entry&& entry) {
+  std::lock_guard lock(mutex_);
+  if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+  entries_.push_back(std::move(entry));
+  changed_.notify_all();
+}
+
+void CallQueue::work() {
+  for (;;) {
+    Entry entry;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return ends_ || !entries_.empty(); });
+      if (entries_.empty()) return;
+      entry = std::move(entries_.front());
+      entries_.pop_front();
+    }
+    try {
+      if (entry.compared) compare(entry.call);
+      entry.begin();
+    } catch (...) {
+      entry.fail(std::current_exception());
+    }
+  }
+}
+
+// See Note [Matching calls].
+void CallQueue::compare(const Call& call) {
+  ++number_;
+  const int rank = engine_->getRank(), size = engine_->getSize();
+  if (size == 1) return;
+  const int64_t parts = 2 * size, bytes = static_cast<int64_t>(sizeof(Record)) + parts * 8;
+  auto ours = at::zeros({bytes}, at::kByte), all = at::empty({size * bytes}, at::kByte);
+  auto* record = reinterpret_cast<Record*>(ours.mutable_data_ptr<uint8_t>());
+  record->rule = hash(call.rule);
+  record->unequal_parts = !call.sent.empty();
+  std::strncpy(record->text, call.text.c_str(), sizeof record->text - 1);
+  auto* numbers = reinterpret_cast<int64_t*>(record + 1);
+  std::ranges::copy(call.sent, numbers);
+  std::ranges::copy(call.received, numbers + size);
+
+  c10d::AllgatherOptions options;
+  options.timeout = call.timeout;
+  engine_->_allgather_base(all, ours, options)->wait();
+
+  auto of = [&](int process) {
+    return reinterpret_cast<const Record*>(all.const_data_ptr<uint8_t>() + process * bytes);
+  };
+  auto differ = [&](int one, int other, const std::string& why) {
+    // The rank that reads the message comes first.
+    if (other == rank) std::swap(one, other);
+    C10_THROW_ERROR(DistBackendError,
+        c10::str("occl: mismatched collectives: at call ", number_, " of the group, rank ", one, " of ", size,
+            " calls ", of(one)->text, ", but rank ", other, " calls ", of(other)->text, why,
+            ". Every rank must make the same calls in the same order, with the same dtypes and numbers of elements. ",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL also compares shapes, and raises at the call"));
+  };
+
+  for (int other = 0; other < size; ++other)
+    if (of(other)->rule != of(rank)->rule) differ(rank, other, "");
+  if (!of(0)->unequal_parts) return;
+  for (int from = 0; from < size; ++from)
+    for (int to = 0; to < size; ++to) {
+      const auto sent = reinterpret_cast<const int64_t*>(of(from) + 1)[to];
+      const auto received = reinterpret_cast<const int64_t*>(of(to) + 1)[size + from];
+      if (sent != received)
+        differ(from, to,
+            c10::str(": rank ", from, " sends ", sent, " elements to rank ", to, ", which expects ", received));
+    }
+}
+
+} // namespace openreg

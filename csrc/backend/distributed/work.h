@@ -1,0 +1,375 @@
+// The Work that a collective returns. Used only by distributed.cpp.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <algorithm>
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "backend/distributed/arguments.h"
+#include "backend/guard.h"
+#include "backend/identity/identity.h"
+#include "runtime/device.h"
+#include "runtime/explore/schedule.h"
+#include "runtime/graph/graph.h"
+#include "runtime/process/error.h"
+#include "runtime/process/interrupts.h"
+#include "runtime/process/notices.h"
+#include "runtime/process/profile.h"
+#include "runtime/stream/event.h"
+#include "runtime/stream/stream.h"
+
+namespace openreg {
+
+using c10::ivalue::Future;
+
+// Note [Futures of collectives]
+// As with NCCL, the future of a collective is complete from the beginning, and its event stands for the collective: so
+// a callback runs where then() is called, and every process makes the calls of its callbacks in the same order. The
+// callback's stream waits for the collective on its worker, which runs nothing else until then. wait() on a future is
+// Work::wait(), on the host, and throws what that throws. If the collective fails after its callback has run, the
+// callback's stream keeps the error, as for a kernel.
+class StreamWork : public c10d::Work {
+ public:
+  using Work::Work;
+  void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override { wait(kNoTimeout); }
+  // Makes `stream`, which is current, wait; for a callback, without the host.
+  virtual void block(Stream stream, bool in_callback) = 0;
+  virtual c10::DeviceIndex device() const = 0;
+  c10::intrusive_ptr<Future> getFuture() override;
+};
+
+// The event in the future of a collective.
+class WorkEvent final : public Event {
+ public:
+  explicit WorkEvent(c10::intrusive_ptr<StreamWork> work) : Event(work->device(), false), work_(std::move(work)) {}
+  void record(Stream) override {}
+  void block(Stream stream) const override { work_->block(stream, is_callback_stream(stream)); }
+  bool query() const override { return work_->isCompleted(); }
+  void synchronize() const override { work_->wait(kNoTimeout); }
+  const void* identity() const noexcept override { return nullptr; } // the race detector knows the collective instead
+
+ private:
+  const c10::intrusive_ptr<StreamWork> work_;
+};
+
+inline c10::intrusive_ptr<Future> StreamWork::getFuture() {
+  const c10::Device where(identity.type, device());
+  auto future = c10::make_intrusive<Future>(c10::ListType::ofTensors(), std::vector{where});
+  Tensors outputs = result();
+  // The future records an event for each device of these. A barrier has no tensors.
+  const auto none = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, where), nullptr, false);
+  std::vector<Future::WeakStorage> storages;
+  storages.emplace_back(none);
+  for (const auto& each : outputs)
+    if (each.has_storage()) storages.push_back(each.storage().getWeakStorageImpl());
+  record_as(std::make_unique<WorkEvent>(c10::intrusive_ptr<StreamWork>::reclaim_copy(this)));
+  future->markCompleted(std::move(outputs), std::move(storages));
+  record_as(nullptr); // if that failed
+  return future;
+}
+
+// The Work of a call on device tensors. The engine's own work begins when begin() is called.
+class DeviceWork final : public StreamWork {
+ public:
+  using Engine = c10::intrusive_ptr<c10d::Work>;
+
+  // A node of a graph is not noticed: the race detector knows what it uses.
+  DeviceWork(Arguments arguments, c10d::OpType type, uint64_t number, bool noticed = true)
+      : StreamWork(arguments.name.rank, type), arguments_(std::move(arguments)), number_(number) {
+    if (noticed) notice("collective_started", this, current_stream(arguments_.device));
+  }
+  ~DeviceWork() override { notice("collective_destroyed", this, {}); }
+
+  // The engine has begun.
+  void begin(Engine engine) {
+    c10::intrusive_ptr<Future> future;
+    try {
+      future = engine->getFuture();
+    } catch (const c10::Error&) { // its sends, receives and partial sums have none
+    }
+    bool awaited = false;
+    {
+      std::lock_guard lock(ending_);
+      engine_ = std::move(engine);
+      has_future_ = future.defined();
+      awaited = awaited_;
+    }
+    if (future)
+      future->addCallback(
+          [self = self()](Future& done) { self->end(done.hasError() ? done.exception_ptr() : nullptr); });
+    else if (awaited) await_engine();
+  }
+  // The engine will not begin.
+  void fail(const std::exception_ptr& error) { end(error); }
+
+  bool isCompleted() override {
+    if (scheduled() && !done(*scheduled_)) detail::schedule_query("Work.is_completed", scheduled_->stream);
+    await_engine();
+    const bool completed = ended();
+    if (completed && isSuccess()) arrive(current_stream(device()));
+    return completed;
+  }
+  bool isSuccess() const override { return !failure() && begun(); }
+  std::exception_ptr exception() const override { return failure(); }
+  int sourceRank() const override { return begun() ? engine_->sourceRank() : -1; }
+  Tensors result() override { return arguments_.outputs; }
+  // Releases Python's lock, which synchronize() holds: others may need it before the work is done.
+  bool wait(std::chrono::milliseconds timeout) override {
+    land();
+    auto whole = [&] { wait_for_end(timeout); };
+    detail::wait_around([](void* argument) { (*static_cast<decltype(whole)*>(argument))(); }, &whole);
+    if (const auto error = failure()) std::rethrow_exception(error);
+    arrive(current_stream(device()));
+    return true;
+  }
+  // What has to be copied back, and what a schedule orders, the host waits for.
+  void block(Stream stream, bool in_callback) override {
+    if (!in_callback || !arguments_.copies.empty() || detail::scheduled() || detail::captures(stream) ||
+        launch_mode() == LaunchMode::kSync) {
+      wait(kNoTimeout);
+      return;
+    }
+    notice("collective_waited_for", this, stream);
+    if (ended() && !failure()) return;
+    const Site site("wait for a collective", Site::kWait);
+    detail::queue_wait(stream, detail::profiled(stream, site, [self = self()] { self->wait_on_worker(); }), site);
+  }
+  c10::DeviceIndex device() const override { return arguments_.device; }
+  // For a node of a graph, which keeps its stream's turn, so that no other work comes between it and the next node.
+  void wait_in_replay() {
+    bool signals = true;
+    await_engine();
+    while (!wait_a_while()) {
+      if (detail::dropping()) {
+        const auto error = explained(std::make_exception_ptr(std::runtime_error("the process was interrupted")));
+        throw NodeError(text_of(error), error);
+      }
+      try {
+        signals = signals && detail::check_signals();
+      } catch (const std::exception& interrupt) {
+        throw NodeError(interrupt.what(), std::current_exception());
+      }
+    }
+    if (const auto error = failure()) throw NodeError(text_of(error), error);
+  }
+  void abort() override {
+    if (begun()) engine_->abort();
+  }
+  float getDuration() const override { return begun() ? engine_->getDuration() : Work::getDuration(); }
+  uint64_t getSequencenumber() const override { return number_; }
+
+  // For Note [Schedules]: the collective is the item of this ticket, which ends when the collective does.
+  void set_scheduled(const Ticket& ticket) { scheduled_ = ticket; }
+  void finish_scheduled() {
+    await_engine();
+    std::unique_lock lock(ending_);
+    end_.wait(lock, [&] { return ended_; });
+  }
+
+ private:
+  bool scheduled() const { return scheduled_ && detail::scheduled(); }
+  void land() {
+    if (!detail::scheduled()) return;
+    // Another process may need this one's collectives before it sends.
+    const Ticket until = scheduled_.value_or(ticket(detail::collectives_of(device())));
+    detail::schedule_wait("Work.wait", {[until] { return done(until); }, until.stream});
+  }
+  c10::intrusive_ptr<DeviceWork> self() { return c10::intrusive_ptr<DeviceWork>::reclaim_copy(this); }
+  bool begun() const {
+    std::lock_guard lock(ending_);
+    return engine_ != nullptr;
+  }
+  bool ended() const {
+    std::lock_guard lock(ending_);
+    return ended_;
+  }
+  std::exception_ptr failure() const {
+    std::lock_guard lock(ending_);
+    return error_;
+  }
+  void end(const std::exception_ptr& error) {
+    {
+      std::lock_guard lock(ending_);
+      if (error) error_ = explained(error);
+      ended_ = true;
+    }
+    end_.notify_all();
+  }
+  // Somebody waits: an engine without a future is waited for once, on a thread of its own.
+  void await_engine() {
+    {
+      std::lock_guard lock(ending_);
+      awaited_ = true;
+      if (!engine_ || has_future_ || std::exchange(followed_, true)) return;
+    }
+    std::thread([self = self()] {
+      std::exception_ptr error;
+      try {
+        self->engine_->wait(kNoTimeout);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      self->end(error);
+    }).detach();
+  }
+  // It can be interrupted: see Note [Interrupts].
+  void wait_for_end(std::chrono::milliseconds timeout) {
+    using Clock = std::chrono::steady_clock;
+    const auto until = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
+    await_engine();
+    detail::wait_freely(detail::Interrupt::kThrows, [&](std::chrono::nanoseconds most) {
+      std::unique_lock lock(ending_);
+      const auto now = Clock::now();
+      const bool last = until - now <= most;
+      if (!end_.wait_until(lock, last ? until : now + most, [&] { return ended_; }) && last)
+        std::rethrow_exception(explained(
+            std::make_exception_ptr(std::runtime_error("timed out after " + std::to_string(timeout.count()) + " ms"))));
+      return ended_;
+    });
+  }
+  // Returns whether the engine has ended.
+  bool wait_a_while() {
+    std::unique_lock lock(ending_);
+    return end_.wait_for(lock, detail::kSlice, [&] { return ended_; });
+  }
+  // On a stream's worker, which holds no turn and handles no signals.
+  void wait_on_worker() {
+    await_engine();
+    while (!wait_a_while())
+      if (detail::dropping()) return;
+    if (const auto error = failure()) throw std::runtime_error(text_of(error));
+  }
+  // `stream` comes after the collective, whose results are in device memory.
+  void arrive(Stream stream) {
+    notice("collective_waited_for", this, stream);
+    std::call_once(copied_, [&] { arguments_.copy_back(); });
+  }
+  // The engine's own errors are network errors; torch's errors already say what is wrong.
+  std::exception_ptr explained(const std::exception_ptr& error) const {
+    try {
+      std::rethrow_exception(error);
+    } catch (const c10::Error&) {
+      return error;
+    } catch (const std::exception& what) {
+      const auto& [operation, rank, size] = arguments_.name;
+      return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+          c10::str("occl: ", operation, " on rank ", rank, " of ", size, " failed: ", what.what(),
+              ". A process of the group has ended, or did not make this call within the timeout; see what it "
+              "printed. With TORCH_DISTRIBUTED_DEBUG=DETAIL each call first names the ranks that do not come")));
+    }
+  }
+  static std::string text_of(const std::exception_ptr& error) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const c10::Error& what) {
+      return what.what_without_backtrace();
+    } catch (const std::exception& what) {
+      return what.what();
+    }
+  }
+
+  const Arguments arguments_;
+  const uint64_t number_;
+  std::optional<Ticket> scheduled_;
+  mutable std::mutex ending_; // of the next six
+  std::condition_variable end_;
+  Engine engine_;           // null until it has begun
+  bool has_future_ = false; // the engine
+  bool awaited_ = false;
+  bool followed_ = false; // by a thread of await_engine()
+  bool ended_ = false;
+  std::exception_ptr error_; // why it did not begin, or failed
+  std::once_flag copied_;
+};
+
+// The Work of captured calls, which are a node of a graph.
+class CapturedWork final : public StreamWork {
+ public:
+  CapturedWork(const Name& name, c10d::OpType type, Stream stream, Tensors outputs)
+      : StreamWork(name.rank, type), stream_(stream), point_(detail::capture_point(stream)),
+        outputs_(std::move(outputs)) {}
+
+  bool isCompleted() override { refuse(); }
+  bool isSuccess() const override { refuse(); }
+  std::exception_ptr exception() const override { return nullptr; }
+  Tensors result() override { return outputs_; }
+  bool wait(std::chrono::milliseconds) override {
+    block(current_stream(stream_.device), false);
+    return true;
+  }
+  // What the stream captures from now on comes after the collective.
+  void block(Stream stream, bool) override {
+    if (point_) detail::join_capture(*point_, stream);
+  }
+  c10::DeviceIndex device() const override { return static_cast<c10::DeviceIndex>(stream_.device); }
+
+ private:
+  [[noreturn]] void refuse() const {
+    detail::refuse_capture(stream_, "a collective's query", "the collective is part of the capture, and has not run.");
+  }
+
+  const Stream stream_;
+  const std::shared_ptr<const detail::CapturedPoint> point_;
+  const Tensors outputs_;
+};
+
+// The calls between startCoalescing() and endCoalescing(), as one Work.
+class CoalescedWork final : public StreamWork {
+ public:
+  CoalescedWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works)
+      : StreamWork(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    return std::ranges::all_of(works_, [](const auto& each) { return each->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::ranges::all_of(works_, [](const auto& each) { return each->isSuccess(); });
+  }
+  std::exception_ptr exception() const override {
+    for (const auto& each : works_)
+      if (const auto error = each->exception()) return error;
+    return nullptr;
+  }
+  Tensors result() override {
+    Tensors all;
+    for (const auto& each : works_)
+      for (const auto& tensor : each->result()) all.push_back(tensor);
+    return all;
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    using Clock = std::chrono::steady_clock;
+    const auto until = Clock::now() + timeout;
+    bool all = true;
+    for (const auto& each : works_) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
+      all &= each->wait(timeout == kNoTimeout ? timeout : std::max(left, std::chrono::milliseconds(1)));
+    }
+    return all;
+  }
+  void abort() override {
+    for (const auto& each : works_) each->abort();
+  }
+  void block(Stream stream, bool in_callback) override {
+    for (const auto& each : works_) static_cast<StreamWork&>(*each).block(stream, in_callback);
+  }
+  c10::DeviceIndex device() const override { return static_cast<StreamWork&>(*works_.front()).device(); }
+  uint64_t getSequencenumber() const override { return works_.front()->getSequencenumber(); }
+
+ private:
+  const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+} // namespace openreg

@@ -1,0 +1,55 @@
+// PrivateUse1HooksInterface: how PyTorch's device-independent code queries a backend.
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/Resize.h>
+
+#include "backend/allocator.h"
+#include "backend/generator.h"
+#include "backend/host_allocator.h"
+#include "backend/identity/identity.h"
+#include "runtime/device.h"
+#include "runtime/memory/memory.h"
+
+namespace openreg {
+namespace {
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return device_count() > 0; }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override { return device >= 0 && device < device_count(); }
+
+  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(device_count()); }
+  c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(current_device()); }
+  void setCurrentDevice(c10::DeviceIndex device) const override { exchangeDevice(device); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    return static_cast<c10::DeviceIndex>(exchange_device(checked_index(device)));
+  }
+  // -1 means "leave it", as in torch.cuda.
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return device < 0 ? getCurrentDevice() : exchangeDevice(device);
+  }
+
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override { return new_generator(device); }
+
+  at::Allocator* getPinnedMemoryAllocator() const override { return at::getHostAllocator(identity.type); }
+  bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
+  at::Device getDeviceFromPtr(void* pointer) const override {
+    int device = device_of(pointer);
+    if (device < 0) device = AdoptHostMemory::device();
+    TORCH_CHECK(device >= 0, "openreg: ", pointer, " is not an address in openreg memory");
+    return device_at(device);
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    resize_storage(storage.unsafeGetStorageImpl(), bytes);
+  }
+};
+
+const bool hooks_registered = [] {
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  return true;
+}();
+
+} // namespace
+} // namespace openreg

@@ -1,0 +1,59 @@
+// What PyTorch knows the device by: the only place that names it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/DispatchKeySet.h>
+#include <torch/library.h>
+
+namespace torch::profiler::impl {
+struct ProfilerStubs;
+}
+
+namespace openreg {
+
+// Note [Identity]
+// PyTorch knows a backend by a device type, a backend component, and a dispatch key for each layout and for each layer
+// above the kernels. The identity is chosen once, when the library is loaded, before anything is registered. So
+// registrations name a key by its role: OPENREG_LIBRARY_IMPL(aten, dense, m), or (aten, autograd, m).
+struct Identity {
+  c10::DeviceType type;
+  c10::BackendComponent backend;
+  c10::DispatchKey dense, sparse, sparse_csr, quantized, nested; // a key for each layout
+  c10::DispatchKey autograd, autocast;
+  const char* name;   // in torch.device("name")
+  const char* module; // torch.MODULE
+};
+
+__attribute__((visibility("default"))) extern const Identity identity;
+
+// Autograd and autocast have already run when a kernel of the backend runs.
+inline const c10::DispatchKeySet kAutocast =
+    c10::DispatchKeySet(identity.autocast) | c10::DispatchKeySet(c10::DispatchKey::AutocastCPU);
+inline const c10::DispatchKeySet kAboveBackend = c10::autograd_dispatch_keyset_with_ADInplaceOrView | kAutocast;
+
+// Sets what torch.autograd.profiler calls for the device.
+void register_profiler(torch::profiler::impl::ProfilerStubs* stubs);
+
+inline c10::Device device_at(int index) {
+  return {identity.type, static_cast<c10::DeviceIndex>(index)};
+}
+
+inline bool on_device(c10::Device device) {
+  return device.type() == identity.type;
+}
+// Returns false for an undefined tensor.
+inline bool on_device(const at::TensorBase& x) {
+  return x.defined() && on_device(x.device());
+}
+
+} // namespace openreg
+
+// TORCH_LIBRARY_IMPL() for a key of the device, such as dense or autograd.
+#define OPENREG_LIBRARY_IMPL(ns, key, m) OPENREG_LIBRARY_IMPL_(ns, key, m, C10_UID)
+#define OPENREG_LIBRARY_IMPL_(ns, key, m, uid)                                                                       \
+  static void C10_CONCATENATE(openreg_library_impl_##ns##_##key##_, uid)(torch::Library&);                           \
+  static const torch::detail::TorchLibraryInit C10_CONCATENATE(openreg_library_##ns##_##key##_, uid)(                \
+      torch::Library::IMPL, &C10_CONCATENATE(openreg_library_impl_##ns##_##key##_, uid), #ns, openreg::identity.key, \
+      __FILE__, __LINE__);                                                                                           \
+  void C10_CONCATENATE(openreg_library_impl_##ns##_##key##_, uid)(torch::Library & m)

@@ -1,0 +1,54 @@
+// How a thread waits for another thread.
+#pragma once
+
+#include <chrono>
+#include <type_traits>
+
+#include "runtime/stream/turn.h"
+
+namespace openreg {
+
+// Note [Interrupts]
+// Ctrl-C ends a wait, not the work that it waits for. A wait checks for signals every kSlice. If the program's handler
+// raises, the wait throws a C++ exception: from launch() and run() before their work has begun, from allocate() before
+// it has taken memory. The work continues; a later wait waits for it again and throws its errors. Three waits cannot
+// throw, and defer signals until they are done: the wait for the turn, which another thread has for the length of one
+// kernel; for the device, when memory shared by processes is freed; and for the streams, when a profile ends.
+
+// Called around every wait for another thread, with the wait. The wait must not hold Python's lock, because the holder
+// of the turn, or a queue's worker, may need it. Set once, by the bindings.
+using AroundWait = void (*)(void (*wait)(void*), void* argument);
+void set_around_wait(AroundWait around) noexcept;
+
+// Called periodically by a wait, without Python's lock: lets the program handle its signals, and throws what its
+// handlers raise. Returns false on a thread that handles no signals; it does not have to call again. Set once, by the
+// bindings.
+using CheckSignals = bool (*)();
+void set_check_signals(CheckSignals check) noexcept;
+
+namespace detail {
+
+enum class Interrupt { kThrows, kNever };
+
+// Calls the hook from set_check_signals(); false without one.
+bool check_signals();
+// Calls the hook from set_around_wait() around the wait, or the wait alone.
+void wait_around(void (*wait)(void*), void* argument);
+
+inline constexpr std::chrono::milliseconds kSlice{50};
+
+// Waits without the calling thread's turn and without Python's lock: see Note [Turns]. `wait(most)` waits for at most
+// that long and returns whether the awaited event has happened; it holds no lock.
+template <class Wait>
+void wait_freely(Interrupt interrupt, Wait&& wait) {
+  const NoTurn no_turn;
+  auto whole = [&] {
+    std::chrono::nanoseconds most = kSlice;
+    while (!wait(most))
+      if (interrupt == Interrupt::kNever || !check_signals()) most = std::chrono::hours(1);
+  };
+  wait_around([](void* argument) { (*static_cast<decltype(whole)*>(argument))(); }, &whole);
+}
+
+} // namespace detail
+} // namespace openreg

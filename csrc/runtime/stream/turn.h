@@ -1,0 +1,77 @@
+// Work that several threads run on one stream takes turns.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "runtime/mutex.h"
+#include "runtime/per_thread.h"
+
+namespace openreg {
+
+// Note [Turns]
+// Two threads may use one stream, and their work must run one after the other, as on hardware: an in-place update by
+// either is never split. So work takes its stream's turn while it runs, on its caller's thread or on a worker. Nested
+// work runs in the outer work's turn only, whatever its own stream, and a thread that waits for other work gives up its
+// turn meanwhile (wait.h). No thread waits for work that needs the turn it holds. A kernel must not take a lock that
+// others hold while they launch.
+
+namespace detail {
+
+struct alignas(64) TurnState {
+  Mutex mutex;
+  std::uint64_t taken = 0; // how often its holder has taken it; see also detail::queue()
+};
+TurnState& turn_of(int device, std::int64_t stream) noexcept;
+// The calling thread's turn.
+inline TurnState*& held_turn() noexcept {
+  return PerThread<TurnState*, struct HeldTurn>::get();
+}
+// Whether the calling thread is running work.
+bool in_work() noexcept;
+
+void wait_for_turn(TurnState& turn) noexcept;
+// `held` is held_turn().
+inline void take(TurnState& turn, TurnState*& held) noexcept {
+  if (!turn.mutex.try_lock()) [[unlikely]]
+    wait_for_turn(turn);
+  ++turn.taken;
+  held = &turn;
+}
+inline void give(TurnState*& held) noexcept {
+  std::exchange(held, nullptr)->mutex.unlock();
+}
+
+// While it lives, the calling thread has the turn.
+class Turn {
+ public:
+  explicit Turn(TurnState& turn) noexcept : held_(held_turn()), nested_(held_) {
+    if (!nested_) [[likely]]
+      take(turn, held_);
+  }
+  ~Turn() {
+    if (!nested_) [[likely]]
+      give(held_);
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  TurnState*& held_;
+  const bool nested_;
+};
+
+// While it lives, the calling thread has no turn.
+class NoTurn {
+ public:
+  NoTurn() noexcept;
+  ~NoTurn();
+  NoTurn(const NoTurn&) = delete;
+  NoTurn& operator=(const NoTurn&) = delete;
+
+ private:
+  TurnState* const given_;
+};
+
+} // namespace detail
+} // namespace openreg
