@@ -269,7 +269,10 @@ def scan(folder: Path, key: str, known: Manifest, role: str = "") -> list[Regist
 
 
 def scan_fallback(folder: Path, key: str, role: str = "") -> str:
-    """The place of the fallback for `key` in the files below a folder, in C++ or in Python; empty if there is none."""
+    """The place of the fallback for `key` in the files below a folder, in C++ or in Python; empty if there is none.
+
+    `role` is what a registration macro of the backend's own calls the key.
+    """
     for path, text in _files(folder):
         if path.suffix == ".py":
             found = [node.lineno for node in _python_fallbacks(text, key)]

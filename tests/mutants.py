@@ -47,6 +47,8 @@ TESTS = {
     "": "tests/runtime tests/backend tests/aten tests/ops tests/graph tests/tools",  # `make test-fast`
     "csrc/aten/": "tests/aten",
     "csrc/backend/": "tests/backend tests/runtime",
+    "csrc/bindings/": "tests/backend tests/runtime tests/graph",
+    "csrc/kernels/": "tests/ops tests/aten",
     "csrc/ops/": "tests/ops",
     "csrc/runtime/": "tests/runtime",
     "meta/": "tests/ops",

@@ -1,4 +1,4 @@
-// Python bindings of graphs, private memory pools, and calls of compiled graphs.
+// Python bindings of graphs and private memory pools.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -6,6 +6,5 @@
 namespace openreg {
 
 void bind_graphs(pybind11::module_& m);
-void bind_compiled_graphs(pybind11::module_& m);
 
 } // namespace openreg

@@ -30,6 +30,7 @@
 #include "backend/profiler.h"
 #include "backend/serialization.h"
 #include "backend/sync_debug.h"
+#include "bindings/compiled_graphs.h"
 #include "bindings/exit.h"
 #include "bindings/graph.h"
 #include "bindings/schedule.h"

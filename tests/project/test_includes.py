@@ -43,7 +43,7 @@ def test_runtime_includes_no_torch_header():
 
 def functions(text: str, inside: str = "") -> Iterator[tuple[str, bool]]:
     """The functions at namespace level and of classes, each with whether it has a body. Enough of C++ for our files."""
-    text = re.sub(r"//.*|/\*.*?\*/|^#.*(?:\\\n.*)*", "", text, flags=re.M)
+    text = re.sub(r"//.*|/\*.*?\*/|^#(?:.*\\\n)*.*", "", text, flags=re.M)
     text = re.sub(r'"(?:\\.|[^"\\])*"', '""', text)
     text = re.sub(r"__attribute__\(\(.*?\)\)+|\b(?:public|private|protected):", "", text)
     start = at = 0
