@@ -101,7 +101,7 @@ class Figure:
 
 
 def architecture() -> Figure:
-    f = Figure("architecture", 820, 470, "The architecture by layers")
+    f = Figure("architecture", 820, 552, "The architecture by layers")
     f.box(
         20,
         16,
@@ -158,12 +158,14 @@ def architecture() -> Figure:
     f.arrow((670, 156), (670, 190))
     f.arrow((145, 266), (145, 300))
     f.arrow((395, 266), (395, 300))
-    f.box(20, 300, 500, 52, "~the only path from a kernel to a stream", head="launch()", fill="warm")
-    f.arrow((270, 352), (270, 386))
-    f.arrow((670, 266), (670, 386))
+    f.box(20, 300, 500, 52, "~loops that both use: products, attention, rows", head="csrc/kernels", fill="ours")
+    f.arrow((270, 352), (270, 382))
+    f.box(20, 382, 500, 52, "~the only path from a kernel to a stream", head="launch()", fill="warm")
+    f.arrow((270, 434), (270, 468))
+    f.arrow((670, 266), (670, 468))
     f.box(
         20,
-        386,
+        468,
         780,
         68,
         "~devices · memory · streams · events · isolation · faults · profiling; contains no PyTorch",
