@@ -40,13 +40,14 @@ struct Access : TensorImpl {
 constexpr DispatchKeySet kPython = DispatchKeySet(DispatchKey::Python) | DispatchKeySet(DispatchKey::PythonTLSSnapshot);
 
 DispatchKeySet cpu_keys(DispatchKeySet keys) {
-  return (keys - kAutocast - kPython).remove_backend(identity.backend) | DispatchKeySet(BackendComponent::CPUBit);
+  const DispatchKeySet others(DispatchKeySet::RAW, (keys - kAutocast - kPython).raw_repr() & ~kBackend.raw_repr());
+  return others | DispatchKeySet(BackendComponent::CPUBit);
 }
 
 const c10::Device kHost(c10::kCPU);
 
 bool has_device_keys(const TensorImpl* impl) {
-  return impl->key_set().has_backend(identity.backend);
+  return impl->key_set().has_any(kBackend);
 }
 
 c10::intrusive_ptr<StorageImpl> new_alias_storage() {
@@ -260,7 +261,7 @@ const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {
     return known->alias();
   }
   Slot& slot = take(impl, &tensor, write);
-  slot.dense = impl->key_set().has(identity.dense);
+  slot.dense = impl->key_set().has_all(kDense);
   if (C10_LIKELY(slot.dense)) alias_dense(slot);
   else alias_special(slot);
   if (C10_UNLIKELY(index_ != nullptr)) this->index(slot);
@@ -483,8 +484,8 @@ void CpuCall::relabel(TensorImpl* impl) {
     }
   }
   if (!view) relabel_storage(storage, here.index());
-  impl->*(&Access::key_set_) = ((keys - kAutocast).remove_backend(BackendComponent::CPUBit) |
-      DispatchKeySet(identity.backend) | DispatchKeySet(identity.autocast));
+  impl->*(&Access::key_set_) =
+      ((keys - kAutocast).remove_backend(BackendComponent::CPUBit) | kBackend | DispatchKeySet(identity.autocast));
   impl->*(&Access::device_opt_) = here;
 }
 

@@ -72,7 +72,7 @@ struct OnDevice final : Meta {
 // Whether an operator can compute in the argument itself.
 inline bool is_direct(const c10::TensorImpl* self, const at::Tensor& t, bool written) {
   const c10::TensorImpl* impl = t.unsafeGetTensorImpl();
-  if (!impl->key_set().has(identity.dense) || impl->dtype() != self->dtype() || impl->device() != self->device() ||
+  if (!impl->key_set().has_all(kDense) || impl->dtype() != self->dtype() || impl->device() != self->device() ||
       (written && impl->sizes() != self->sizes()))
     return false;
   const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();

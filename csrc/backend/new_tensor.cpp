@@ -31,14 +31,13 @@ at::Tensor make_on(c10::DeviceIndex device, Make&& make) {
 at::Tensor empty_on(
     c10::DeviceIndex device, at::IntArrayRef size, at::ScalarType dtype, std::optional<at::MemoryFormat> format) {
   return make_on(device, [&](c10::Allocator* allocator) {
-    return at::Tensor(at::detail::empty_generic(size, allocator, c10::DispatchKeySet(identity.dense), dtype, format));
+    return at::Tensor(at::detail::empty_generic(size, allocator, kDense, dtype, format));
   });
 }
 at::Tensor empty_strided_on(
     c10::DeviceIndex device, at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType dtype) {
   return make_on(device, [&](c10::Allocator* allocator) {
-    return at::Tensor(
-        at::detail::empty_strided_generic(size, stride, allocator, c10::DispatchKeySet(identity.dense), dtype));
+    return at::Tensor(at::detail::empty_strided_generic(size, stride, allocator, kDense, dtype));
   });
 }
 

@@ -25,11 +25,15 @@ struct Identity {
   const char* module; // torch.MODULE
 };
 
-__attribute__((visibility("default"))) extern const Identity identity;
+// Each library has a copy, so that reading a member takes one instruction.
+__attribute__((visibility("default"))) Identity choose_identity() noexcept;
+inline const Identity identity = choose_identity();
 
-// Autograd and autocast have already run when a kernel of the backend runs.
+// Computing a set from a key takes as long as a few checks of a kernel, so these are made once.
+inline const c10::DispatchKeySet kDense(identity.dense), kBackend(identity.backend);
 inline const c10::DispatchKeySet kAutocast =
     c10::DispatchKeySet(identity.autocast) | c10::DispatchKeySet(c10::DispatchKey::AutocastCPU);
+// Autograd and autocast have already run when a kernel of the backend runs.
 inline const c10::DispatchKeySet kAboveBackend = c10::autograd_dispatch_keyset_with_ADInplaceOrView | kAutocast;
 
 // Sets what torch.autograd.profiler calls for the device.
