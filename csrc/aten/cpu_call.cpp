@@ -16,6 +16,7 @@
 
 #include "aten/deferred/queued.h"
 #include "aten/traits/host_scalars.h"
+#include "aten/traits/traits.h"
 #include "backend/generator.h"
 #include "backend/identity/identity.h"
 #include "runtime/memory/memory.h"
@@ -236,9 +237,8 @@ const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
 void CpuCall::refuse(const at::Tensor& tensor) const {
   const bool known = device_ >= 0;
   const std::string here = known ? c10::str("openreg:", static_cast<int>(device_)) : "openreg";
-  TORCH_CHECK(std::strcmp(name_, "aten::index") != 0, // which has its own message, as on CUDA
-      "aten::index: indices should be either on cpu or on the same device as the indexed tensor (",
-      known ? here : tensor.device().str(), "); move one with .to()");
+  const char* message = row_of(name_).wrong_device;
+  TORCH_CHECK(!message, name_, ": ", message, " (", known ? here : tensor.device().str(), "); move one with .to()");
   TORCH_CHECK(false, name_, ": Expected all tensors to be on the same device, but found at least two devices, ", here,
       " and ", tensor.device(),
       "! Move one with .to(); a CPU tensor may take part only if it has no dimension and is not written to.");

@@ -277,7 +277,7 @@ at::Tensor nll_loss_backward(const at::Tensor& grad_output, const at::Tensor& se
       grad_output, self, target, weight, reduction, std::move(ignore_index), total_weight);
 }
 
-// The boxed kernel reports waits: see cuda_rules.h.
+// The boxed kernel reports waits: see Note [Traits].
 at::Tensor where_self(const at::Tensor& condition, const at::Tensor& self, const at::Tensor& other) {
   if (C10_UNLIKELY(watches_syncs())) return detail::call_boxed<at::_ops::where_self>(condition, self, other);
   return native<at::_ops::where_self, at::cpu::where>(condition, self, other);

@@ -18,6 +18,7 @@
 #include "aten/deferred/captured.h"
 #include "backend/generator.h"
 #include "backend/identity/identity.h"
+#include "backend/map_tensors.h"
 #include "runtime/stream/stream.h"
 
 namespace openreg {
@@ -177,46 +178,14 @@ class Copies {
   size_t bytes_ = 0;
 };
 
-// Why this call is refused and what would permit it, or an empty string.
-std::string refusal(const c10::OperatorHandle& op) {
-  auto& s = state();
-  std::lock_guard lock(s.mutex);
-  const std::string name = toString(op.operator_name());
-  if (matches(s.deny, op.operator_name()))
-    return c10::str(name, " is on the deny list of openreg_ops.fallback; take it off to permit it");
-  if (s.policy != Policy::kError || matches(s.allow, op.operator_name())) return "";
-  return c10::str(name,
-      " would run on the CPU, having no openreg kernel or being forced off it, and the fallback policy is ",
-      "\"error\"; permit it with openreg_ops.fallback.allow(\"", name,
-      "\") or set_policy(\"allow\"), or register a kernel for ", identity.dense);
-}
-
 void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
   const std::string name = toString(op.operator_name());
-  if (!op.hasComputedKernelForDispatchKey(DispatchKey::CPU)) {
-    const auto missing = state().missing.find(name);
-    TORCH_CHECK_NOT_IMPLEMENTED(missing == state().missing.end(), name, " has no kernel for openreg. ", missing->second,
-        ". It was called with (", describe(*stack, count), ").");
-    TORCH_CHECK_NOT_IMPLEMENTED(false, name,
-        " has no kernel for openreg and none for the CPU to fall back to; it was called with (",
-        describe(*stack, count), "). Register a kernel for ", identity.dense, " or for the CPU.");
-  }
-  if (const std::string why = refusal(op); !why.empty())
-    TORCH_CHECK_NOT_IMPLEMENTED(false, why, ". It was called with (", describe(*stack, count), ").");
-  for (const auto& result : schema.returns())
-    TORCH_CHECK_NOT_IMPLEMENTED(!result.alias_info() || result.alias_info()->isWrite(), name,
-        " returns a view, but the fallback computes on copies: the result would not share memory with its input. It "
-        "was called "
-        "with (",
-        describe(*stack, count), "). Register a kernel for ", identity.dense, ".");
-  bool warn;
-  {
-    std::lock_guard lock(state().mutex);
-    warn = state().policy == Policy::kWarn && !matches(state().allow, op.operator_name());
-  }
-  if (warn)
+  const FallbackDecision decision = fallback_decision(op);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      decision.runs, name, " ", decision.why, ". It was called with (", describe(*stack, count), ").", decision.advice);
+  if (decision.warns)
     state().warning(c10::str(name, " has no openreg kernel and runs on the CPU, with copies both ways. ",
         "Silence this with openreg_ops.fallback.allow(\"", name, "\")."));
 
@@ -228,15 +197,8 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   for (size_t i = 0; i < count; ++i) {
     const c10::IValue& value = (*stack)[base + i];
     const auto* info = schema.arguments()[i].alias_info();
-    const bool write = info && info->isWrite();
-    if (value.isTensor()) copies.add(value.toTensor(), write, name);
-    else if (value.isTensorList())
-      for (const at::Tensor& t : value.toTensorList()) copies.add(t, write, name);
-    else if (value.isOptionalTensorList()) {
-      for (const std::optional<at::Tensor>& t : value.toOptionalTensorList())
-        if (t) copies.add(*t, write, name);
-    } else if (value.isDevice() && on_device(value.toDevice()))
-      copies.set_device(device_at(checked_index(value.toDevice())));
+    visit_tensors(value, [&](const at::Tensor& x) { copies.add(x, info && info->isWrite(), name); });
+    if (value.isDevice() && on_device(value.toDevice())) copies.set_device(device_at(checked_index(value.toDevice())));
   }
   if (capturing(copies.where().index()))
     detail::refuse_capture(current_stream(copies.where().index()), name,
@@ -245,22 +207,14 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   copies.to_host();
   for (size_t i = 0; i < count; ++i) {
     c10::IValue& value = (*stack)[base + i];
-    if (value.isTensor()) value = copies.host(value.toTensor());
-    else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& t : value.toTensorList()) list.push_back(copies.host(t));
-      value = std::move(list);
-    } else if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& t : value.toOptionalTensorList())
-        list.push_back(t ? std::optional(copies.host(*t)) : std::nullopt);
-      value = std::move(list);
-    } else if (value.isDevice() && on_device(value.toDevice())) {
+    if (value.isDevice() && on_device(value.toDevice())) {
       value = c10::Device(c10::kCPU);
     } else if (schema.arguments()[i].type()->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get()))) {
       generator = true;
       const auto given = value.toOptional<at::Generator>();
       value = inner_generator(given && given->defined() ? *given : default_generator(copies.where().index()));
+    } else {
+      value = map_tensors(value, [&](const at::Tensor& x) { return copies.host(x); });
     }
   }
   {
@@ -273,15 +227,8 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   }
   copies.back();
   const size_t returns = schema.returns().size();
-  for (size_t i = stack->size() - returns; i < stack->size(); ++i) {
-    c10::IValue& value = (*stack)[i];
-    if (value.isTensor()) value = copies.device(value.toTensor());
-    else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& t : value.toTensorList()) list.push_back(copies.device(t));
-      value = std::move(list);
-    }
-  }
+  for (size_t i = stack->size() - returns; i < stack->size(); ++i)
+    (*stack)[i] = map_tensors((*stack)[i], [&](const at::Tensor& x) { return copies.device(x); });
   const auto elapsed = std::chrono::steady_clock::now() - start;
   std::lock_guard lock(state().mutex);
   auto& record = state().records.try_emplace(name, FallbackRecord{name, 0, 0, 0}).first->second;
@@ -333,6 +280,35 @@ void set_fallback_warning(void (*warn)(const std::string&)) {
 
 void set_missing_reasons(std::map<std::string, std::string> reasons) {
   state().missing = std::move(reasons);
+}
+
+FallbackDecision fallback_decision(const c10::OperatorHandle& op) {
+  const auto refused = [](std::string why, std::string advice = "") {
+    return FallbackDecision{false, false, std::move(why), std::move(advice)};
+  };
+  auto& s = state();
+  std::lock_guard lock(s.mutex);
+  const std::string name = toString(op.operator_name());
+  if (!op.hasComputedKernelForDispatchKey(DispatchKey::CPU)) {
+    const auto missing = s.missing.find(name);
+    if (missing != s.missing.end()) return refused("has no kernel for openreg. " + missing->second);
+    return refused("has no kernel for openreg and none for the CPU to fall back to",
+        c10::str(" Register a kernel for ", identity.dense, " or for the CPU."));
+  }
+  if (matches(s.deny, op.operator_name()))
+    return refused("is on the deny list of openreg_ops.fallback", " Take it off the list to permit it.");
+  const bool allowed = matches(s.allow, op.operator_name());
+  if (s.policy == Policy::kError && !allowed)
+    return refused(
+        "would run on the CPU, having no openreg kernel or being forced off it, and the fallback policy is \"error\"",
+        c10::str(" Permit it with openreg_ops.fallback.allow(\"", name,
+            "\") or set_policy(\"allow\"), or register a kernel for ", identity.dense, "."));
+  for (const auto& result : op.schema().returns())
+    if (result.alias_info() && !result.alias_info()->isWrite())
+      return refused(
+          "returns a view, but the fallback computes on copies: the result would not share memory with its input",
+          c10::str(" Register a kernel for ", identity.dense, "."));
+  return {true, s.policy == Policy::kWarn && !allowed, "copies to the CPU and back", ""};
 }
 
 std::vector<FallbackRecord> fallback_report() {

@@ -27,6 +27,15 @@ void set_fallback_warning(void (*warn)(const std::string& message));
 // Why operators have no kernel, by full name: the error says it.
 void set_missing_reasons(std::map<std::string, std::string> reasons);
 
+// What the fallback does with an operator that reaches it. `why` is a predicate, "is on the deny list"; `advice`, which
+// may be empty, is a sentence that says what to do about a refusal.
+struct FallbackDecision {
+  bool runs, warns;
+  std::string why, advice;
+};
+FallbackDecision fallback_decision(const c10::OperatorHandle& op);
+
+// The costs since the start or the last reset, by operator.
 std::vector<FallbackRecord> fallback_report();
 void reset_fallback_report();
 

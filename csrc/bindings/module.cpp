@@ -230,6 +230,11 @@ PYBIND11_MODULE(_C, m) {
     py::module_::import("openreg_ops.openreg.sync_debug").attr("_report")(operation);
   });
   m.def("set_missing_reasons", &openreg::set_missing_reasons);
+  m.def("fallback_decision", [](const std::string& name, const std::string& overload) {
+    const auto decision =
+        openreg::fallback_decision(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()));
+    return std::pair(decision.runs, decision.why);
+  });
   m.def("fallback_report", [] {
     std::vector<std::tuple<std::string, uint64_t, uint64_t, uint64_t>> rows;
     for (auto& r : openreg::fallback_report()) rows.emplace_back(r.name, r.calls, r.bytes, r.nanoseconds);

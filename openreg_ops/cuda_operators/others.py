@@ -82,7 +82,7 @@ def fused_rms_norm_backward(
     return _fused_rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask)
 
 
-def _expect_number(tensors: list[Tensor], other: Tensor, alpha: float) -> None:
+def _expect_number(tensors: list[Tensor], other: Tensor, alpha: float, expected: str = "expected") -> None:
     """CUDA's fast kernel reads the number on the device. Otherwise each element is added by itself, with any number."""
     first = tensors[0]
     fast = all(
@@ -90,7 +90,7 @@ def _expect_number(tensors: list[Tensor], other: Tensor, alpha: float) -> None:
     )
     expect(
         not fast or other.device == first.device,
-        f"scalar tensor expected to be on {first.device} but is on {other.device}",
+        f"scalar tensor {expected} to be on {first.device} but is on {other.device}",
     )
 
 
@@ -104,6 +104,6 @@ def foreach_add(self: list[Tensor], other: Tensor, *, alpha: float = 1) -> list[
 @kernel("_foreach_add_.Tensor")
 def foreach_add_(self: list[Tensor], other: Tensor, *, alpha: float = 1) -> None:
     """Add a number to each tensor, in place."""
-    _expect_number(self, other, alpha)
+    _expect_number(self, other, alpha, "is expected")  # CUDA's two messages differ
     for x in self:
         x.add_(other, alpha=alpha)

@@ -4,7 +4,6 @@ openreg_ops is imported."""
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -173,24 +172,14 @@ def _extension() -> Any:
 
 
 def _fallen(op: str, key: str, found: Kernel) -> Has:
-    """What the fallback does with an operator. csrc/aten/fallback.cpp says the same in C++; a test compares the two."""
-    from openreg_ops import fallback
-    from openreg_tools.dispatch import Has, returns_view
+    """What the fallback does with an operator."""
+    from openreg_tools.dispatch import Has
 
     if key != "PrivateUse1":
         return Has("refused", f"openreg has no kernel for {key}", found.where)
-    matches = lambda patterns: any(  # noqa: E731
-        fnmatch.fnmatchcase(op, p) or fnmatch.fnmatchcase(op.partition(".")[0], p) for p in patterns
-    )
-    if matches(fallback._deny):
-        return Has("refused", "it is on the deny list of openreg_ops.fallback", found.where)
-    if fallback.get_policy() == "error" and not matches(fallback._allow):
-        return Has("refused", 'it would run on the CPU, and the fallback policy is "error"', found.where)
-    if returns_view(op):
-        return Has("refused", "it returns a view, but the fallback computes on copies", found.where)
-    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op, "CPU"):
-        return Has("refused", "it has no kernel for openreg and none for the CPU to fall back to", found.where)
-    return Has("fallback", "copies to the CPU and back", found.where)
+    name, _, overload = op.partition(".")
+    runs, why = _extension().fallback_decision(name, overload)
+    return Has("fallback", why, found.where) if runs else Has("refused", f"it {why}", found.where)
 
 
 # ---- info ----

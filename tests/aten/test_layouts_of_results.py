@@ -267,7 +267,7 @@ PRUNED = dict(
     compressed_indices_mapping=torch.tensor([4, 1, -1, 0, 2], dtype=torch.int32),
 )  # fmt: skip
 
-# Arguments for each operator in kReadAsContiguous, by name.
+# Arguments for each operator whose row in traits.cpp names contiguous inputs, by name.
 INPUTS = {
     "aten::_convert_indices_from_coo_to_csr": [dict(self=torch.tensor([0, 2, 2, 3]), size=4)],
     "aten::_embedding_bag": [dict(weight=rand(5, 4), offsets=OFFSETS, **BAGS)],
@@ -360,10 +360,10 @@ INPUTS = {
 
 
 def read_as_contiguous():
-    """kReadAsContiguous: the arguments by operator."""
-    source = Path(__file__, "../../../csrc/aten/traits/results_in_own_memory.cpp").resolve().read_text()
-    table = re.search(r"kReadAsContiguous = \{(.*?)\n\};", source, re.DOTALL)[1]
-    return {name: re.findall(r'"(\w+)"', which) for name, which in re.findall(r'\{"([\w:.]+)", \{(.*?)\}\}', table)}
+    """The arguments that rows of traits.cpp name as contiguous, by operator."""
+    rows = Path(__file__, "../../../csrc/aten/traits/traits.cpp").resolve().read_text().split('\n      {"')[1:]
+    found = {row.partition('"')[0]: re.search(r"\.contiguous = \{(.*?)\}", row, re.DOTALL) for row in rows}
+    return {name: re.findall(r'"(\w+)"', which[1]) for name, which in found.items() if which}
 
 
 def apart(x):

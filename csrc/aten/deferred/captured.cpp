@@ -19,7 +19,7 @@
 #include "aten/deferred/queued.h"
 #include "aten/deferred/structured.h"
 #include "aten/deferred/trial.h"
-#include "aten/traits/missing_checks.h"
+#include "aten/traits/traits.h"
 #include "backend/allocator.h"
 #include "backend/generator.h"
 #include "backend/identity/identity.h"
@@ -172,7 +172,7 @@ class CallArguments {
     const at::Tensor real = captured_.call.passed(x) ? captured_.call.result(x) : x; // of a list; nothing else holds it
     CallArgument each{x, real, {}, {}, on_device(real), written};
     if (!each.device && !captured_.copies) {
-      if (x.dim() && std::strncmp(name, "aten::_ctc_loss", 15) != 0)
+      if (x.dim() && !traits_of(captured_.op).captures_host_tensors)
         detail::refuse_capture(captured_.stream, name,
             "it takes a tensor in pageable host memory, which would be copied to the device. Move the tensor there "
             "before the capture.");
@@ -186,10 +186,6 @@ class CallArguments {
   std::vector<CallArgument> all_;
 };
 
-bool is_repeat_interleave(const c10::OperatorHandle& op) {
-  return op.schema().name() == "aten::repeat_interleave" && op.schema().overload_name() == "Tensor";
-}
-
 // Sets arguments of a call on scratch memory that must fit a size: repeats, lengths, or a last offset.
 void fit_sizes(const c10::OperatorHandle& op, Stack& scratch) {
   const auto place = [&](const char* name) { return op.schema().argumentIndexWithName(name); };
@@ -202,7 +198,8 @@ void fit_sizes(const c10::OperatorHandle& op, Stack& scratch) {
     if (zeros.dim() && zeros.numel()) zeros.select(-1, -1).fill_(last);
     scratch[static_cast<size_t>(*i)] = std::move(zeros);
   };
-  if (is_repeat_interleave(op)) set_last(0, scratch[1].toInt());
+  if (const at::Tensor repeats = tensor(place("repeats")); repeats.defined())
+    set_last(place("repeats"), scratch[static_cast<size_t>(*place("output_size"))].toInt());
   if (const at::Tensor lengths = tensor(place("lengths")), data = tensor(place("data")); // of a segment reduction
       lengths.defined() && data.defined() && 0 < lengths.dim() && lengths.dim() <= data.dim())
     set_last(place("lengths"), data.size(lengths.dim() - 1));
@@ -225,7 +222,8 @@ Stack try_on_scratch(const CapturedCall& captured, CallArguments& arguments, con
         map_tensors(stack[i], [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->scratch : x; }));
   for (const auto& [i, _] : captured.generators) scratch[i] = at::detail::createCPUGenerator();
   fit_sizes(captured.op, scratch);
-  for (const MissingCheck check : {missing_shape_check(captured.op), missing_check(captured.op, scratch)})
+  const Traits& traits = traits_of(captured.op);
+  for (Check* check : {traits.check_shapes, check_of_values(traits, scratch, count)})
     if (check) check(captured.op, scratch);
   captured.op.redispatchBoxed(DispatchKeySet(captured.target), &scratch);
   return scratch;
@@ -271,7 +269,7 @@ struct Node {
   at::Generator lent; // the device's, for an operator without such an argument
   bool copies;
   Stream stream;
-  MissingCheck check = nullptr;
+  Check* check = nullptr;
 
   void operator()() const {
     Stack stack = arguments;
@@ -322,27 +320,13 @@ at::Tensor to_device(CpuCall& call, CallArguments& arguments, const at::Tensor& 
 
 } // namespace
 
-namespace {
-
-// The program gives the shape of repeat_interleave(repeats, *, output_size). Only indexing with a mask has a
-// data-dependent shape.
-bool is_dynamic(const c10::OperatorHandle& op, const Stack& stack) {
-  if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
-  if (is_repeat_interleave(op)) return stack.back().isNone();
-  if (op.schema().name() != "aten::index") return true;
-  bool masks = false;
-  for (const std::optional<at::Tensor>& x : stack.back().toOptionalTensorVector())
-    masks |= x && x->defined() && (x->scalar_type() == at::kBool || x->scalar_type() == at::kByte);
-  return masks;
-}
-
-} // namespace
-
 void capture_call(const CapturedCall& captured, Stack* stack) {
   const LendDeviceMemory none(-1); // except results, which say where they are
   const c10::OperatorHandle& op = captured.op;
   const char* name = op.operator_name().name.c_str();
-  const bool dynamic = is_dynamic(op, *stack);
+  const size_t count = op.schema().arguments().size(), first = stack->size() - count;
+  const Traits& traits = traits_of(op);
+  const bool dynamic = traits.has_dynamic_shape && traits.has_dynamic_shape(&(*stack)[first]);
   if (dynamic || op.hasTag(at::Tag::data_dependent_output))
     detail::refuse_capture(captured.stream, name,
         dynamic
@@ -357,7 +341,6 @@ void capture_call(const CapturedCall& captured, Stack* stack) {
   for (const auto& [i, generator] : captured.generators)
     check_captured_generator(name, captured.stream, generator.unsafeGetGeneratorImpl());
 
-  const size_t count = op.schema().arguments().size(), first = stack->size() - count;
   CallArguments arguments(captured, *stack);
   captured.call.run_on_host([] {}); // a lazy clone that the call reads first and writes later gets its own memory
   Stack results = try_on_scratch(captured, arguments, *stack);
@@ -371,7 +354,7 @@ void capture_call(const CapturedCall& captured, Stack* stack) {
   for (size_t i = 0; i < count; ++i)
     node.arguments.push_back(map_tensors(
         (*stack)[first + i], [&](const at::Tensor& x) { return x.defined() ? arguments.find(x)->host : x; }));
-  node.check = missing_check(op, node.arguments);
+  node.check = check_of_values(traits, node.arguments, count);
 
   // New results, before they become the device's.
   bool plain = true; // each is a tensor with its own storage, and nothing else is returned

@@ -20,13 +20,12 @@
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "aten/deferred/signature.h"
 #include "aten/deferred/trial.h"
 #include "aten/traits/host_scalars.h"
-#include "aten/traits/missing_checks.h"
+#include "aten/traits/traits.h"
 #include "backend/allocator.h"
 #include "backend/identity/identity.h"
 #include "backend/map_tensors.h"
@@ -46,17 +45,13 @@ auto& meta_kernels() {
 
 // How one operator is queued.
 struct Plan {
-  bool possible = false, fills = false;
-  MissingCheck shape_check = nullptr;
+  bool possible = false;
+  const Traits* traits = nullptr;
   const c10::KernelFunction* meta = nullptr; // or the one that the dispatcher has
   std::vector<bool> written;              // by argument
   std::vector<bool> number;               // likewise: of type Scalar or float
   std::optional<c10::OperatorHandle> out; // for an operator that returns new tensors: its out= form
 };
-
-// Operators that write to their first argument, whatever its shape; their Meta kernels are in Python.
-const std::unordered_set<std::string> kFills = {
-    "aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_", "aten::relu_"};
 
 bool is_written(const c10::Argument& argument) {
   return argument.alias_info() && argument.alias_info()->isWrite();
@@ -93,6 +88,7 @@ std::optional<c10::OperatorHandle> out_form(const c10::FunctionSchema& schema) {
 Plan make_plan(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   Plan plan;
+  plan.traits = &traits_of(op);
   bool writes = false;
   for (const auto& argument : schema.arguments()) {
     plan.written.push_back(is_written(argument));
@@ -102,20 +98,17 @@ Plan make_plan(const c10::OperatorHandle& op) {
         argument.type()->isSubtypeOf(*c10::OptionalType::create(c10::DeviceObjType::get()));
     if (kind) return plan;
   }
-  // These inspect their own results, on CUDA too, and raise at the call.
-  if (schema.name().find("linalg_") != std::string::npos) return plan;
-  // See Note [Unchecked arguments].
-  if (missing_check(op) && schema.name() != "aten::nll_loss_backward") return plan;
-  plan.shape_check = missing_shape_check(op);
+  const Traits& traits = *plan.traits;
+  if (traits.inspects_results) return plan;
+  if (traits.check_values && !traits.queues_check) return plan; // see Note [Unchecked arguments]
   for (const auto tag : {at::Tag::nondeterministic_seeded, at::Tag::data_dependent_output,
            at::Tag::dynamic_output_shape, at::Tag::inplace_view})
     if (op.hasTag(tag)) return plan;
   const auto& returns = schema.returns();
   if (returns.empty() || !std::all_of(returns.begin(), returns.end(), is_tensor)) return plan;
-  plan.fills = kFills.count(c10::toString(op.operator_name())) > 0;
   if (const auto known = meta_kernels().find(c10::toString(op.operator_name())); known != meta_kernels().end()) {
     plan.meta = &known->second;
-  } else if (!plan.fills && !has_generated_meta(op, /*called=*/true)) { // which alone gives the CPU's strides
+  } else if (!traits.fills && !has_generated_meta(op, /*called=*/true)) { // which alone gives the CPU's strides
     return plan;
   }
   if (writes) { // and returns what it writes to, all of it
@@ -269,7 +262,6 @@ class Arguments {
 // and on the CPU the layout of a result then follows the layout of the converted arguments.
 bool may_convert(
     const c10::FunctionSchema& schema, const Arguments& arguments, const Stack& stack, const Stack& results) {
-  if (schema.name().starts_with("aten::nll_loss")) return false; // its integers are indices
   bool integral = false, other = false;
   std::optional<at::ScalarType> type;
   for (const Argument& each : arguments.all()) {
@@ -316,7 +308,7 @@ Verdict try_out(
     if (!stack.back().toTensor().defined()) return Verdict::kUnknown;
   }
   return accepts([&] {
-    if (const MissingCheck check = missing_check(op, stack)) check(op, stack);
+    if (Check* check = check_of_values(traits_of(op), stack, op.schema().arguments().size())) check(op, stack);
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
   })
       ? Verdict::kAccepted
@@ -362,17 +354,18 @@ std::optional<c10::OperatorHandle> structured_out(const c10::OperatorHandle& op)
 bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
   const Plan& plan = plan_of(op);
   if (!plan.possible) return false;
+  const Traits& traits = *plan.traits;
   const size_t count = plan.written.size(), first = stack->size() - count;
   Arguments arguments(&plan);
   for (size_t i = 0; i < count; ++i)
     if (!arguments.add((*stack)[first + i], plan.written[i], plan.number[i])) return false;
   if (arguments.device() < 0 || !arguments.apart()) return false;
   if (arguments.scalars) // operators that may raise are called immediately
-    if (const auto accepted = host_scalars(op.operator_name().name);
-        accepted != HostScalars::kAny && (accepted != HostScalars::kOne || arguments.scalars > 1))
+    if (const auto accepted = cpu_scalars(op.operator_name().name);
+        accepted != CpuScalars::kAny && (accepted != CpuScalars::kOne || arguments.scalars > 1))
       return false;
 
-  if (plan.shape_check) plan.shape_check(op, *stack);
+  if (traits.check_shapes) traits.check_shapes(op, *stack);
   c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
   Stack meta, host;
   for (size_t i = 0; i < count; ++i) {
@@ -382,7 +375,7 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
   }
   KeptWarnings warnings; // if the call is not queued, its kernel warns
   const bool zero = op.operator_name().name == "aten::zero_";
-  if (plan.fills) {
+  if (traits.fills) {
     if (!fits(arguments, host, zero)) return false;
   } else try {
       c10::WarningUtils::WarningHandlerGuard keep(&warnings);
@@ -393,7 +386,7 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
       throw;
     }
 
-  if (!plan.fills && may_convert(op.schema(), arguments, *stack, meta)) return false;
+  if (!traits.fills && !traits.takes_indices && may_convert(op.schema(), arguments, *stack, meta)) return false;
   if (!plan.out)
     for (const Argument& each : arguments.all()) // an out= tensor that must be resized waits
       if (each.written && each.meta.sizes() != each.real.sizes()) return false;
@@ -403,7 +396,7 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
   if (verdict == Verdict::kUnknown) [[unlikely]] {
     const Stack real(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
     const Stack outs = plan.out ? meta : Stack();
-    verdict = try_out(queued, arguments, real, outs, plan.fills);
+    verdict = try_out(queued, arguments, real, outs, traits.fills);
     if (verdict == Verdict::kUnknown) verdict = try_out(queued, arguments, real, outs, /*tiny=*/true);
     remember(signature, verdict == Verdict::kAccepted);
   }
@@ -422,7 +415,7 @@ bool queue_operator(const c10::OperatorHandle& op, Stack* stack) {
       if (plan.written[i]) results.push_back((*stack)[first + i]);
   }
   const char* name = op.operator_name().name.c_str();
-  const MissingCheck check = missing_check(queued, host);
+  Check* check = check_of_values(traits, host, queued.schema().arguments().size());
   queue_kernel(arguments.device(), name, Site(name), [op = queued, check, host = std::move(host)]() mutable {
     if (check) check(op, host);
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &host);

@@ -1,6 +1,7 @@
 #include "aten/traits/missing_checks.h"
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/core/Reduction.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -10,7 +11,6 @@
 #include <numeric>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -58,6 +58,8 @@ class Arguments {
   }
   // The operator, for a message.
   std::string name() const { return schema_.name().substr(schema_.name().find("::") + 2); }
+  // The number in the operator's name: 2 for avg_pool2d_backward.
+  int64_t dimensions() const { return schema_.name()[schema_.name().find_first_of("123")] - '0'; }
 
  private:
   const c10::FunctionSchema& schema_;
@@ -120,11 +122,14 @@ void expect_same_planes(const Arguments& call, int64_t count) {
       self.sizes(), ", but got ", grad.sizes());
 }
 
-// The gradient of a pooling: `indices` are places in the last `count` dimensions of `self`. `adaptive`: the kernel does
-// not check the number of dimensions.
-template <int64_t count, bool adaptive>
+} // namespace
+
+// The gradient of a pooling: `indices` are places in the last `count` dimensions of `self`. The kernel of an adaptive
+// one does not check the number of dimensions.
 void check_pooling(const c10::OperatorHandle& op, const Stack& stack) {
   const Arguments call(op, stack);
+  const int64_t count = call.dimensions();
+  const bool adaptive = call.name().starts_with("adaptive");
   const at::Tensor &grad = call.tensor("grad_output"), &self = call.tensor("self"), &indices = call.tensor("indices");
   const bool same = grad.dim() == self.dim() && (adaptive || indices.dim() == self.dim());
   if (self.dim() < count || !same) return; // the kernel raises
@@ -142,10 +147,14 @@ void check_embedding(const c10::OperatorHandle& op, const Stack& stack) {
     expect_below(call, "indices", call.tensor("indices"), call["num_weights"].toInt(), kRows);
 }
 
+namespace {
+
 // How many bags the offsets begin before the last index; each index after the last offset belongs to the last of them.
 int64_t bags_of(const Arguments& call, int64_t indices) {
   return std::ranges::count_if(call.numbers("offsets"), [=](int64_t offset) { return offset < indices; });
 }
+
+} // namespace
 
 // Embedding bags; only `offsets` between the first and the last have no check.
 void check_offsets(const c10::OperatorHandle& op, const Stack& stack) {
@@ -389,9 +398,9 @@ void check_grid(const c10::OperatorHandle& op, const Stack& stack) {
 }
 
 // The gradient of a function of each plane.
-template <int64_t count>
 void check_planes(const c10::OperatorHandle& op, const Stack& stack) {
   const Arguments call(op, stack);
+  const int64_t count = call.dimensions();
   const at::Tensor &grad = call.tensor("grad_output"), &self = call.tensor("self");
   if (self.dim() < count) return; // the kernel raises
   expect_same_planes(call, count);
@@ -400,9 +409,8 @@ void check_planes(const c10::OperatorHandle& op, const Stack& stack) {
 }
 
 // The gradient of a reflection, which reads no further than the other edge.
-template <int64_t count>
 void check_reflection(const c10::OperatorHandle& op, const Stack& stack) {
-  check_planes<count>(op, stack);
+  check_planes(op, stack);
   check_lists(op, stack);
   const Arguments call(op, stack);
   const at::Tensor& self = call.tensor("self");
@@ -415,10 +423,10 @@ void check_reflection(const c10::OperatorHandle& op, const Stack& stack) {
 }
 
 // The gradient of a fractional pooling, which checks the values of `indices`.
-template <int64_t count>
 void check_fractional(const c10::OperatorHandle& op, const Stack& stack) {
-  check_planes<count>(op, stack);
+  check_planes(op, stack);
   const Arguments call(op, stack);
+  const int64_t count = call.dimensions();
   const auto given = static_cast<int64_t>(call["output_size"].toIntVector().size());
   TORCH_CHECK(given >= count, call.name(), ": expected ", count, " numbers for output_size, but got ", given);
   expect_shape(call, "indices", call.tensor("grad_output").sizes());
@@ -500,91 +508,14 @@ void check_attention(const c10::OperatorHandle& op, const Stack& stack) {
   expect_shape(call, "logsumexp", query.sizes().slice(0, 3));
 }
 
-using Checks = std::unordered_map<std::string, MissingCheck>;
-
-MissingCheck find(const Checks& checks, const c10::OperatorHandle& op) {
-  const auto found = checks.find(op.schema().name());
-  return found == checks.end() ? nullptr : found->second;
+// embedding_dense_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
+bool conditions::embedding_ignores_counts(const c10::IValue* arguments) {
+  return !arguments[4].toBool();
 }
 
-} // namespace
-
-MissingCheck missing_check(const c10::OperatorHandle& op) {
-  static const auto* checks = new Checks{
-      {"aten::_convert_indices_from_coo_to_csr", check_rows},
-      {"aten::_convert_indices_from_csr_to_coo", check_compressed},
-      {"aten::_ctc_loss", check_ctc},
-      {"aten::_ctc_loss_backward", check_ctc},
-      {"aten::_embedding_bag", check_offsets},
-      {"aten::_embedding_bag_backward", check_bags},
-      {"aten::_embedding_bag_dense_backward", check_bags},
-      {"aten::_embedding_bag_forward_only", check_offsets},
-      {"aten::_embedding_bag_per_sample_weights_backward", check_bags},
-      {"aten::_segment_reduce_backward", check_segments},
-      {"aten::_sparse_mm_reduce_impl_backward", check_sparse_product},
-      {"aten::adaptive_max_pool2d_backward", check_pooling<2, true>},
-      {"aten::adaptive_max_pool3d_backward", check_pooling<3, true>},
-      {"aten::embedding_dense_backward", check_embedding},
-      {"aten::max_pool2d_with_indices_backward", check_pooling<2, false>},
-      {"aten::max_pool3d_with_indices_backward", check_pooling<3, false>},
-      {"aten::nll_loss2d_backward", check_classes},
-      {"aten::nll_loss_backward", check_classes},
-      {"aten::segment_reduce", check_segments},
-      {"quantized::embedding_bag_2bit_rowwise_offsets", check_quantized_bags},
-      {"quantized::embedding_bag_4bit_rowwise_offsets", check_quantized_bags},
-      {"quantized::embedding_bag_byte_rowwise_offsets", check_quantized_bags},
-  };
-  return find(*checks, op);
-}
-
-MissingCheck missing_check(const c10::OperatorHandle& op, const Stack& stack) {
-  const MissingCheck check = missing_check(op);
-  if (check == check_classes && Arguments(op, stack)["reduction"].toInt() != 0) return nullptr;
-  if (check == check_embedding && !Arguments(op, stack)["scale_grad_by_freq"].toBool()) return nullptr;
-  return check;
-}
-
-MissingCheck missing_shape_check(const c10::OperatorHandle& op) {
-  static const auto* checks = new Checks{
-      {"aten::_adaptive_avg_pool2d_backward", check_planes<2>},
-      {"aten::_adaptive_avg_pool3d_backward", check_planes<3>},
-      {"aten::_batch_norm_no_update", check_batch_norm},
-      {"aten::_batch_norm_with_update", check_batch_norm},
-      {"aten::_cdist_backward", check_distances},
-      {"aten::_fft_c2c", check_transform},
-      {"aten::_fft_c2r", check_transform},
-      {"aten::_fft_r2c", check_transform},
-      {"aten::_log_softmax_backward_data", check_softmax},
-      {"aten::_masked_softmax_backward", check_softmax},
-      {"aten::_native_batch_norm_legit", check_batch_norm},
-      {"aten::_pdist_backward", check_pairs},
-      {"aten::_scaled_dot_product_flash_attention_for_cpu", check_attention},
-      {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", check_attention},
-      {"aten::_slow_conv2d_backward", check_lists},
-      {"aten::_weight_norm_interface", check_weight_norm},
-      {"aten::_weight_norm_interface_backward", check_weight_norm},
-      {"aten::avg_pool2d_backward", check_planes<2>},
-      {"aten::avg_pool3d_backward", check_planes<3>},
-      {"aten::batch_norm_backward", check_batch_norm},
-      {"aten::batch_norm_update_stats", check_batch_norm},
-      {"aten::fractional_max_pool2d_backward", check_fractional<2>},
-      {"aten::fractional_max_pool3d_backward", check_fractional<3>},
-      {"aten::grid_sampler_2d_backward", check_grid},
-      {"aten::grid_sampler_3d_backward", check_grid},
-      {"aten::lu_unpack", check_pivots},
-      {"aten::multi_margin_loss_backward", check_margins},
-      {"aten::multilabel_margin_loss_backward", check_margins},
-      {"aten::native_batch_norm", check_batch_norm},
-      {"aten::native_batch_norm_backward", check_batch_norm},
-      {"aten::native_layer_norm_backward", check_layer_norm},
-      {"aten::reflection_pad1d_backward", check_reflection<1>},
-      {"aten::reflection_pad2d_backward", check_reflection<2>},
-      {"aten::reflection_pad3d_backward", check_reflection<3>},
-      {"aten::replication_pad1d_backward", check_planes<1>},
-      {"aten::replication_pad2d_backward", check_planes<2>},
-      {"aten::replication_pad3d_backward", check_planes<3>},
-  };
-  return find(*checks, op);
+// nll_loss_backward(grad_output, self, target, weight, reduction)
+bool conditions::nll_loss_backward_reduces(const c10::IValue* arguments) {
+  return arguments[4].toInt() != at::Reduction::None;
 }
 
 } // namespace openreg

@@ -1,8 +1,7 @@
-// Arguments that a CPU kernel uses without a check.
+// Checks of arguments that a CPU kernel uses without a check.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
+#include "aten/traits/traits.h"
 
 namespace openreg {
 
@@ -14,17 +13,19 @@ namespace openreg {
 // check, as the loss is, whose kernel checks. The indices inside a sparse tensor are not checked here, but where it is
 // made: see torch.sparse.check_sparse_tensor_invariants.
 
-// Raises if the arguments, the last on the stack, are such a call of `op`. A check of values reads tensors on the CPU.
-using MissingCheck = void (*)(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+// Checks of values in tensors, which read tensors on the CPU.
+Check check_bags, check_classes, check_compressed, check_ctc, check_embedding, check_offsets, check_pooling,
+    check_quantized_bags, check_rows, check_segments, check_sparse_product;
 
-// The check of values in tensors that the CPU kernel of `op` lacks, or null.
-MissingCheck missing_check(const c10::OperatorHandle& op);
+// Checks of shapes and lists.
+Check check_attention, check_batch_norm, check_distances, check_fractional, check_grid, check_layer_norm, check_lists,
+    check_margins, check_pairs, check_pivots, check_planes, check_reflection, check_softmax, check_transform,
+    check_weight_norm;
 
-// The same for one call, which may need none: a loss that is reduced, or a gradient that counts no indices.
-MissingCheck missing_check(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
-
-// The check of shapes and lists that it lacks, or null.
-MissingCheck missing_shape_check(const c10::OperatorHandle& op);
+// Calls that need no check of values: the gradient counts no indices, or the loss is reduced.
+namespace conditions {
+Condition embedding_ignores_counts, nll_loss_backward_reduces;
+} // namespace conditions
 
 // The check of the shapes of native_layer_norm_backward; `dims`: those of normalized_shape.
 void expect_layer_norm(

@@ -9,10 +9,10 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "aten/deferred/queued.h"
+#include "aten/traits/traits.h"
 #include "backend/identity/identity.h"
 #include "backend/map_tensors.h"
 
@@ -20,61 +20,16 @@
 // Some CPU kernels step through an out= tensor as if it were contiguous: they write the wrong elements of a permuted or
 // sliced one and past its end. Others resize a result of one element to the size of their input while they compute, and
 // so write over its neighbors. For these the device computes into contiguous memory and copies.
-// Some read an input this way. The device passes them a copy; see kReadAsContiguous.
-// Any kernel that PyTorch does not generate from a structured definition may be one of these. Structured kernels get
-// strides that they can write to, except for those named below. The check "layouts" of
-// `python -m openreg_ops conformance` finds those that are missing there.
+// Some read an input this way; the device passes them a copy. Of attention, only the last dimension must be contiguous.
+// Some do so only in their out= form: a batch norm with its input, and a transposed convolution, which writes to out=
+// in the memory format of its inputs.
+// Any kernel that PyTorch does not generate from a structured definition may step through its results this way.
+// Structured kernels get strides that they can write to, except for those whose row in traits.cpp says that they ignore
+// them. The check "layouts" of `python -m openreg_ops conformance` finds those that are missing there.
 namespace openreg {
 namespace {
 
 using c10::DispatchKey;
-
-const std::unordered_set<std::string> kIgnoresStrides = {"aten::_convert_indices_from_coo_to_csr",
-    "aten::_convert_indices_from_csr_to_coo", "aten::_log_softmax", "aten::_log_softmax_backward_data",
-    "aten::_softmax", "aten::_softmax_backward_data", "aten::adaptive_max_pool3d", "aten::adaptive_max_pool3d_backward",
-    "aten::avg_pool3d", "aten::avg_pool3d_backward", "aten::fractional_max_pool2d",
-    "aten::fractional_max_pool2d_backward", "aten::fractional_max_pool3d", "aten::gelu", "aten::gelu_backward",
-    "aten::linalg_lu", "aten::lu_unpack", "aten::reflection_pad3d", "aten::replication_pad2d",
-    "aten::replication_pad3d", "aten::tril", "aten::slow_conv_transpose2d", "aten::triu"};
-
-// Inputs that a CPU kernel reads as if they were contiguous, by operator and argument: the device copies them if they
-// are not. Of attention, only the last dimension must be. Some do so only in their out= form: a batch norm with its
-// input, and a transposed convolution, which writes to out= in the memory format of its inputs.
-const std::unordered_map<std::string, std::unordered_set<std::string>> kReadAsContiguous = {
-    {"aten::_convert_indices_from_coo_to_csr", {"self"}},
-    {"aten::_ctc_loss", {"targets"}},
-    {"aten::_ctc_loss_backward", {"targets"}},
-    {"aten::_dyn_quant_matmul_4bit", {"inp", "packed_weights"}},
-    {"aten::_embedding_bag", {"indices", "offsets"}},
-    {"aten::_embedding_bag_backward", {"bag_size"}},
-    {"aten::_embedding_bag_dense_backward", {"bag_size"}},
-    {"aten::_embedding_bag_forward_only", {"indices", "offsets"}},
-    {"aten::_masked_softmax", {"self", "mask"}},
-    {"aten::_native_batch_norm_legit.no_stats_out", {"input"}},
-    {"aten::_native_batch_norm_legit.out", {"input"}},
-    {"aten::_scaled_dot_product_flash_attention_for_cpu", {"query", "key", "value"}},
-    {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", {"query", "key", "value", "out"}},
-    {"aten::_slow_conv2d_backward", {"self", "weight"}},
-    {"aten::_weight_int4pack_mm_for_cpu", {"qScaleAndZeros"}},
-    {"aten::_weight_int8pack_mm", {"scales"}},
-    {"aten::_weight_norm_interface", {"v", "g"}},
-    {"aten::_weight_norm_interface_backward", {"grad_w", "saved_v", "saved_g", "saved_norms"}},
-    {"aten::adaptive_max_pool3d_backward", {"indices"}},
-    {"aten::batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_var"}},
-    {"aten::fractional_max_pool2d_backward", {"indices"}},
-    {"aten::fractional_max_pool3d_backward", {"indices"}},
-    {"aten::native_batch_norm.out", {"input"}},
-    {"aten::native_group_norm", {"weight", "bias"}},
-    {"aten::native_group_norm_backward", {"grad_out", "input", "mean", "rstd", "weight"}},
-    {"aten::native_layer_norm_backward", {"mean", "rstd"}},
-    {"aten::native_batch_norm_backward", {"weight", "running_mean", "running_var", "save_mean", "save_invstd"}},
-    {"aten::slow_conv_transpose2d.out", {"self", "weight"}},
-    {"quantized::embedding_bag_2bit_rowwise_offsets", {"per_sample_weights", "compressed_indices_mapping"}},
-    {"quantized::embedding_bag_2bit_unpack", {"weight"}},
-    {"quantized::embedding_bag_4bit_rowwise_offsets", {"per_sample_weights", "compressed_indices_mapping"}},
-    {"quantized::embedding_bag_4bit_unpack", {"weight"}},
-    {"quantized::embedding_bag_byte_rowwise_offsets", {"per_sample_weights", "compressed_indices_mapping"}},
-};
 
 bool is_result(const c10::Argument& argument) {
   return argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite() &&
@@ -89,9 +44,7 @@ bool honors_strides(const c10::OperatorHandle& op) {
   std::lock_guard lock(mutex);
   auto it = known->find(op.operator_name());
   if (it == known->end())
-    it = known
-             ->emplace(op.operator_name(),
-                 !kIgnoresStrides.count(op.operator_name().name) && has_generated_meta(op, /*called=*/false))
+    it = known->emplace(op.operator_name(), !traits_of(op).ignores_strides && has_generated_meta(op, /*called=*/false))
              .first;
   return it->second;
 }
@@ -116,10 +69,8 @@ struct Result {
 
 std::vector<size_t> read_as_contiguous(const c10::OperatorHandle& op) {
   std::vector<size_t> found;
-  for (const std::string& name : {op.operator_name().name, toString(op.operator_name())})
-    if (const auto it = kReadAsContiguous.find(name); it != kReadAsContiguous.end())
-      for (size_t i = 0; i < op.schema().arguments().size(); ++i)
-        if (it->second.count(op.schema().arguments()[i].name())) found.push_back(i);
+  for (const char* name : traits_of(op).contiguous)
+    if (const auto i = op.schema().argumentIndexWithName(name)) found.push_back(static_cast<size_t>(*i));
   return found;
 }
 

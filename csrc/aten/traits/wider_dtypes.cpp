@@ -9,12 +9,12 @@
 
 #include <algorithm>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "aten/deferred/queued.h"
 #include "aten/traits/results_in_own_memory.h"
+#include "aten/traits/traits.h"
 #include "backend/map_tensors.h"
 
 namespace openreg {
@@ -22,48 +22,6 @@ namespace {
 
 using at::ScalarType;
 using torch::jit::Stack;
-
-constexpr std::uint64_t bit(ScalarType type) {
-  return std::uint64_t{1} << static_cast<unsigned>(type);
-}
-constexpr std::uint64_t kHalfs = bit(at::kHalf) | bit(at::kBFloat16), kComplexHalf = bit(at::kComplexHalf);
-constexpr std::uint64_t kFloat8s =
-    bit(at::kFloat8_e4m3fn) | bit(at::kFloat8_e4m3fnuz) | bit(at::kFloat8_e5m2) | bit(at::kFloat8_e5m2fnuz);
-
-// Every operator whose CPU kernel lacks a dtype that its CUDA kernel has, all overloads, by name. The conformance
-// check cuda_dtypes finds those that are missing here.
-const std::unordered_map<std::string, Wider>& wider_table() {
-  static const auto* all = [] {
-    auto* made = new std::unordered_map<std::string, Wider>;
-    const auto add = [&](std::uint64_t lacks, Wider::Rule rule, std::initializer_list<const char*> names) {
-      for (const char* name : names) {
-        const std::string full = std::string("aten::") + name;
-        made->emplace(full, Wider(lacks, rule));
-        made->emplace(full + "_", Wider(lacks, rule));
-      }
-    };
-    add(kComplexHalf, Wider::kOneType,
-        {"acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cumprod", "equal", "exp", "lerp",
-            "log", "prod", "rsqrt", "sigmoid", "sigmoid_backward", "sin", "sinh", "sqrt", "sum", "tan", "tanh",
-            "tanh_backward"});
-    add(kComplexHalf | bit(at::kBool), Wider::kOneType, {"trace"});
-    add(kComplexHalf, Wider::kPromotes, {"div", "logaddexp", "pow"});
-    add(kHalfs, Wider::kOneType,
-        {"_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward", "_upsample_bilinear2d_aa",
-            "_upsample_bilinear2d_aa_backward", "_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa_backward",
-            "avg_pool3d", "avg_pool3d_backward", "multi_margin_loss", "multi_margin_loss_backward",
-            "multilabel_margin_loss_backward", "multilabel_margin_loss_forward"});
-    add(bit(at::kHalf), Wider::kOneType, {"rrelu_with_noise"});
-    add((kBFloat16Transforms ? kHalfs : bit(at::kHalf)) | kComplexHalf, Wider::kTransform,
-        {"_fft_c2c", "_fft_c2r", "_fft_r2c"});
-    if (OPENREG_TORCH_AT_LEAST(2, 15)) { // their CUDA kernels took fewer dtypes before
-      add(kHalfs, Wider::kOneType, {"sparse_sampled_addmm"});
-      add(kFloat8s, Wider::kOneType, {"scatter"});
-    }
-    return made;
-  }();
-  return *all;
-}
 
 ScalarType wide(ScalarType type) {
   switch (type) {
@@ -109,7 +67,7 @@ struct Found {
   bool mixed = false;
 };
 
-Found find(const c10::FunctionSchema& schema, const c10::IValue* arguments, Wider::Rule rule, std::uint64_t lacks) {
+Found find(const c10::FunctionSchema& schema, const c10::IValue* arguments, Computes rule, std::uint64_t lacks) {
   Found found;
   at::native::ResultTypeState state;
   std::vector<ScalarType> outs;
@@ -121,7 +79,7 @@ Found find(const c10::FunctionSchema& schema, const c10::IValue* arguments, Wide
       if (!x.defined()) return;
       const ScalarType type = x.scalar_type();
       if (out) return outs.push_back(type);
-      if (rule == Wider::kPromotes) {
+      if (rule == Computes::kInPromoted) {
         state = at::native::update_result_type_state(x, state);
       } else if (bit(type) & lacks) {
         found.mixed |= found.type && *found.type != type;
@@ -130,13 +88,13 @@ Found find(const c10::FunctionSchema& schema, const c10::IValue* arguments, Wide
         found.mixed = true;
       }
     });
-    if (rule == Wider::kPromotes && arguments[i].isScalar() && !is_dtype(argument) &&
+    if (rule == Computes::kInPromoted && arguments[i].isScalar() && !is_dtype(argument) &&
         argument.type()->kind() == c10::TypeKind::NumberType)
       state = at::native::update_result_type_state(arguments[i].toScalar(), state);
   }
-  if (rule == Wider::kPromotes) found.type = at::native::result_type(state);
+  if (rule == Computes::kInPromoted) found.type = at::native::result_type(state);
   // A half-type kernel accepts only an out= of its own dtype.
-  if (rule == Wider::kOneType && (lacks & kHalfs))
+  if (rule == Computes::kInOneDtype && (lacks & kHalfs))
     for (const ScalarType type : outs) found.mixed |= type != found.type;
   return found;
 }
@@ -154,19 +112,14 @@ std::vector<int64_t> signal_sizes(const c10::OperatorHandle& op, const c10::IVal
 
 } // namespace
 
-const Wider* Wider::of(const std::string& name) {
-  const auto it = wider_table().find(name);
-  return it == wider_table().end() ? nullptr : &it->second;
-}
-
-bool Wider::run(const c10::OperatorHandle& op, Stack* stack, c10::DispatchKey key) const {
+bool run_wider(const Traits& traits, const c10::OperatorHandle& op, Stack* stack, c10::DispatchKey key) {
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size(), first = stack->size() - count;
-  const Found found = find(schema, stack->data() + first, rule_, lacks_);
+  const Found found = find(schema, stack->data() + first, traits.computes, traits.lacks);
   // An operator that takes one floating-point dtype rejects two; its CPU kernel does that.
-  if (!found.type || !lacks(*found.type) || found.mixed) return false;
+  if (!found.type || !(bit(*found.type) & traits.lacks) || found.mixed) return false;
   const ScalarType narrow = *found.type;
-  if (rule_ == kTransform && narrow != at::kBFloat16)
+  if (traits.computes == Computes::kTransforms && narrow != at::kBFloat16)
     check_half_transform(schema.name().c_str(), signal_sizes(op, stack->data() + first));
 
   c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
@@ -192,7 +145,8 @@ bool Wider::run(const c10::OperatorHandle& op, Stack* stack, c10::DispatchKey ke
       auto it = known(x);
       if (it == tensors.end()) {
         const ScalarType type = x.scalar_type();
-        const bool widens = lacks(type) || ((type == at::kHalf || type == at::kBFloat16) && narrow == at::kComplexHalf);
+        const bool widens =
+            (bit(type) & traits.lacks) || ((type == at::kHalf || type == at::kBFloat16) && narrow == at::kComplexHalf);
         // Some CPU kernels write as if a result were contiguous; the copy has the caller's strides.
         const bool contiguous = written && x.layout() == at::kStrided;
         const auto format = contiguous ? at::MemoryFormat::Contiguous : at::MemoryFormat::Preserve;
@@ -208,8 +162,8 @@ bool Wider::run(const c10::OperatorHandle& op, Stack* stack, c10::DispatchKey ke
   for (const Argument& to : tensors) {
     if (!to.written || to.given.is_same(to.wide)) continue;
     // The CPU kernels of the other operators check this. angle and _fft_c2r return real results for complex arguments.
-    TORCH_CHECK(rule_ != kPromotes || c10::canCast(narrow, to.given.scalar_type()), "result type ", narrow,
-        " can't be cast to the desired output type ", to.given.scalar_type());
+    TORCH_CHECK(traits.computes != Computes::kInPromoted || c10::canCast(narrow, to.given.scalar_type()),
+        "result type ", narrow, " can't be cast to the desired output type ", to.given.scalar_type());
     if (!to.given.has_storage()) continue;
     at::assert_no_internal_overlap(to.given);
     for (const Argument& from : tensors)
