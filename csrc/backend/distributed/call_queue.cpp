@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "runtime/process/interrupts.h"
@@ -16,15 +17,27 @@ struct Record {
   uint64_t rule; // its hash
   uint64_t unequal_parts;
   char text[496];
+  char summed[512]; // the elements of a small tensor
 };
 
 uint64_t hash(const std::string& text) { // FNV-1a
   uint64_t value = 14695981039346656037u;
-  for (const unsigned char each : text) value = (value ^ each) * 1099511628211u;
+  for (const unsigned char byte : text) value = (value ^ byte) * 1099511628211u;
   return value;
 }
 
+// The elements of a contiguous tensor, in the order in which they lie in memory.
+at::Tensor flat(void* elements, const at::Tensor& like) {
+  return at::from_blob(elements, {like.numel()}, like.options());
+}
+
 } // namespace
+
+bool travels(const at::Tensor& host) {
+  constexpr std::array kDtypes{at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong};
+  return host.layout() == at::kStrided && host.nbytes() <= sizeof Record::summed &&
+      std::ranges::find(kDtypes, host.scalar_type()) != kDtypes.end();
+}
 
 CallQueue::~CallQueue() {
   {
@@ -37,7 +50,7 @@ CallQueue::~CallQueue() {
   detail::wait_around([](void* thread) { static_cast<std::thread*>(thread)->join(); }, &thread_);
 }
 
-void CallQueue::push(Call call, std::function<void()> begin, std::function<void(std::exception_ptr)> fail) {
+void CallQueue::push(CallDescription call, Begin begin, Fail fail) {
   push(Entry{std::move(call), true, std::move(begin), std::move(fail)});
 }
 
@@ -87,10 +100,10 @@ void CallQueue::work() {
 }
 
 // See Note [Matching calls].
-void CallQueue::compare(const Call& call) {
+void CallQueue::compare(const CallDescription& call) {
   ++number_;
   const int rank = engine_->getRank(), size = engine_->getSize();
-  if (size == 1) return;
+  if (size == 1) return; // and a sum of one tensor is the tensor
   const int64_t parts = 2 * size, bytes = static_cast<int64_t>(sizeof(Record)) + parts * 8;
   auto ours = at::zeros({bytes}, at::kByte), all = at::empty({size * bytes}, at::kByte);
   auto* record = reinterpret_cast<Record*>(ours.mutable_data_ptr<uint8_t>());
@@ -100,6 +113,7 @@ void CallQueue::compare(const Call& call) {
   auto* numbers = reinterpret_cast<int64_t*>(record + 1);
   std::ranges::copy(call.sent, numbers);
   std::ranges::copy(call.received, numbers + size);
+  if (call.summed.defined()) std::memcpy(record->summed, call.summed.const_data_ptr(), call.summed.nbytes());
 
   c10d::AllgatherOptions options;
   options.timeout = call.timeout;
@@ -120,6 +134,13 @@ void CallQueue::compare(const Call& call) {
 
   for (int other = 0; other < size; ++other)
     if (of(other)->rule != of(rank)->rule) differ(rank, other, "");
+  if (call.summed.defined()) {
+    auto sum = flat(call.summed.mutable_data_ptr(), call.summed);
+    for (int from = 0; from < size; ++from) {
+      const auto part = flat(const_cast<char*>(of(from)->summed), sum);
+      from ? sum.add_(part) : sum.copy_(part);
+    }
+  }
   if (!of(0)->unequal_parts) return;
   for (int from = 0; from < size; ++from)
     for (int to = 0; to < size; ++to) {

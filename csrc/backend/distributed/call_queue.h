@@ -14,12 +14,13 @@
 
 namespace openreg {
 
-// A process's call, for comparison with the other processes' calls.
-struct Call {
+// What the processes compare of a call.
+struct CallDescription {
   std::string rule; // must be equal on all processes
   std::string text; // for messages
-  // For an exchange of unequal parts: the numbers of elements for and from each process. Empty otherwise.
+  // The numbers of elements for and from each process, in an exchange of unequal parts. Empty otherwise.
   std::vector<int64_t> sent, received;
+  at::Tensor summed; // a tensor that travels with the description and gets the sum. Undefined for other calls.
   std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
 };
 
@@ -29,6 +30,8 @@ struct Call {
 // thread. So before each collective, the processes exchange descriptions of their calls, which all have the same size,
 // and each process checks whether the calls match. If they do not, none begins, and every process raises the same
 // error. The exchange runs on this queue's thread, so an asynchronous call does not wait for the other processes.
+// A small tensor that is summed travels with its description: each process adds up what it has received, in the order
+// of the ranks, and the engine has nothing left to do.
 class CallQueue {
  public:
   using Engine = c10::intrusive_ptr<c10d::Backend>;
@@ -38,21 +41,22 @@ class CallQueue {
   explicit CallQueue(Engine engine) : engine_(std::move(engine)) {}
   ~CallQueue(); // when all calls have begun or failed
 
-  // Calls `begin` if the calls match, and `fail` with the error if they do not, or if a process never makes its call.
-  void push(Call call, Begin begin, Fail fail);
+  // Calls `begin` if the calls match, after the sum of a small tensor. Calls `fail` with the error if they do not
+  // match, or if a process never makes its call.
+  void push(CallDescription call, Begin begin, Fail fail);
   // Calls `task` after the earlier calls, without comparing it, and waits for it. Throws what it throws.
   void run(const std::function<void()>& task);
 
  private:
   struct Entry {
-    Call call;
+    CallDescription call;
     bool compared;
     Begin begin;
     Fail fail;
   };
   void push(Entry&& entry);
   void work();
-  void compare(const Call& call);
+  void compare(const CallDescription& call);
 
   const Engine engine_;
   uint64_t number_ = 0; // calls compared so far
@@ -62,5 +66,8 @@ class CallQueue {
   bool ends_ = false;
   std::thread thread_; // begins with the first call
 };
+
+// Returns true if a tensor is so small, and of such a dtype, that its sum can travel with the description.
+bool travels(const at::Tensor& host);
 
 } // namespace openreg

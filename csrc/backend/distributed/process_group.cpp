@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "backend/allocator.h"
-#include "backend/distributed/work.h"
+#include "backend/distributed/collective_work.h"
 #include "backend/identity/identity.h"
 #include "runtime/device.h"
 #include "runtime/explore/schedule.h"
@@ -30,17 +30,15 @@ void flatten(at::Tensor& whole, at::Tensor& part, int processes) {
   part = part.view(-1);
 }
 
-// A collective and the tensors whose dtypes and numbers of elements must be the same on every process.
-template <class Options>
-Call call_of(const Name& name, const Tensors& same, const Options& opts, const std::string& option = {}) {
-  Call call;
-  call.timeout = opts.timeout;
+// Describes a collective. The dtypes and numbers of elements of `same` must be the same on every process.
+CallDescription describe(const CollectiveName& name, const Tensors& same, const std::string& option = {}) {
+  CallDescription call;
   call.rule = call.text = option.empty() ? std::string(name.operation) : c10::str(name.operation, "(", option, ")");
   const char* separator = " of ";
-  for (const auto& each : same) {
-    const auto dtype = c10::getDtypeNames(each.scalar_type()).first;
-    call.rule += c10::str(" ", dtype, " ", each.numel());
-    call.text += c10::str(std::exchange(separator, ", "), dtype, " ", each.sizes());
+  for (const auto& tensor : same) {
+    const auto dtype = c10::getDtypeNames(tensor.scalar_type()).first;
+    call.rule += c10::str(" ", dtype, " ", tensor.numel());
+    call.text += c10::str(std::exchange(separator, ", "), dtype, " ", tensor.sizes());
   }
   return call;
 }
@@ -55,10 +53,10 @@ std::string root_of(const Options& opts) {
   return c10::str("root ", opts.rootRank);
 }
 
-// The number of elements that each process sends or receives if `sizes` splits the first dimension; equal parts
-// without.
+// Returns the number of elements that each process sends or receives if `sizes` splits the first dimension, or equal
+// parts if it is empty.
 std::vector<int64_t> parts(
-    const Name& name, const char* argument, const at::Tensor& x, const std::vector<int64_t>& sizes) {
+    const CollectiveName& name, const char* argument, const at::Tensor& x, const std::vector<int64_t>& sizes) {
   const int64_t rows = x.dim() ? x.size(0) : 1;
   if (sizes.empty()) return std::vector<int64_t>(name.size, x.numel() / name.size);
   if (static_cast<int>(sizes.size()) != name.size)
@@ -66,31 +64,37 @@ std::vector<int64_t> parts(
         c10::str("occl: ", name.operation, ": expected ", argument, " with one number for each of ", name.size,
             " ranks, but got ", sizes));
   std::vector<int64_t> counts;
-  for (const auto each : sizes) counts.push_back(rows ? each * (x.numel() / rows) : 0);
+  for (const auto size : sizes) counts.push_back(rows ? size * (x.numel() / rows) : 0);
   return counts;
 }
-std::vector<int64_t> parts(const Name& name, const char* argument, const Tensors& list) {
+std::vector<int64_t> parts(const CollectiveName& name, const char* argument, const Tensors& list) {
   if (static_cast<int>(list.size()) != name.size)
     C10_THROW_ERROR(ValueError,
         c10::str("occl: ", name.operation, ": expected ", argument, " with one tensor for each of ", name.size,
             " ranks, but got ", list.size()));
   std::vector<int64_t> counts;
-  for (const auto& each : list) counts.push_back(each.numel());
+  for (const auto& tensor : list) counts.push_back(tensor.numel());
   return counts;
 }
 
 } // namespace
 
+using c10d::Backend;
+using c10d::OpType;
+using Work = DistributedBackend::Work;
+
 // A call in a node of a graph. `begin` passes it to the engine.
 struct CapturedCall {
-  Arguments arguments;
-  c10d::OpType type;
+  CollectiveCall call;
+  OpType type;
   Stream stream;
   std::function<void(const c10::intrusive_ptr<DeviceWork>&)> begin;
 };
 
-using c10d::OpType;
-using Work = DistributedBackend::Work;
+struct DistributedBackend::Coalesced {
+  std::vector<Work> works;
+  std::vector<CapturedCall> exchanges; // captured sends and receives
+};
 
 DistributedBackend::DistributedBackend(Engine engine)
     : Backend(engine->getRank(), engine->getSize()), engine_(std::move(engine)), queue_(std::in_place, engine_) {}
@@ -101,102 +105,108 @@ DistributedBackend::~DistributedBackend() {
   detail::wait_around([](void* engine) { static_cast<Engine*>(engine)->reset(); }, &engine_);
 }
 
-struct DistributedBackend::Coalesced {
-  std::vector<Work> works;
-  std::vector<CapturedCall> exchanges; // captured sends and receives
-};
+// A call of one of the engine's functions.
+template <class Function, class... Arguments>
+DistributedBackend::Start DistributedBackend::engine_call(Function function, Arguments... arguments) {
+  return [engine = engine_, function, ... arguments = std::move(arguments)]() mutable {
+    return (engine.get()->*function)(arguments...);
+  };
+}
+
+template <class CallOptions, class Function, class... Hosts>
+Work DistributedBackend::collective(CollectiveCall&& call, OpType type, CallDescription description,
+    const CallOptions& opts, Function function, Hosts... hosts) {
+  description.timeout = opts.timeout;
+  return collective(
+      std::move(call), type, std::move(description), opts.asyncOp, engine_call(function, std::move(hosts)..., opts));
+}
+
+// Passes a collective to the queue.
+void DistributedBackend::enqueue(
+    const c10::intrusive_ptr<DeviceWork>& work, CallDescription description, const Start& start) {
+  const bool summed = description.summed.defined();
+  queue_->push(
+      std::move(description), [work, start, summed] { summed ? work->end(nullptr) : work->begin(start()); },
+      [work](const std::exception_ptr& error) { work->end(error); });
+}
 
 // Passes a collective to the queue, after the current stream's work.
-template <class Start>
-Work DistributedBackend::collective(Arguments&& arguments, OpType type, Call call, bool async, Start&& start) {
-  const Site site(arguments.name.operation);
-  if (arguments.device == -1) arguments.device = static_cast<c10::DeviceIndex>(current_device());
-  const auto stream = current_stream(arguments.device);
+Work DistributedBackend::collective(
+    CollectiveCall&& call, OpType type, CallDescription description, bool async, const Start& start) {
+  const Site site(call.name.operation);
+  call.choose_device();
+  const auto stream = current_stream(call.device);
   if (detail::captures(stream)) {
     if (type == OpType::BARRIER)
       detail::refuse_capture(
-          stream, arguments.name.operation, "the host waits for the other processes. Move it out of the capture.");
-    const auto begin = [this, call = std::move(call), start](const auto& work) mutable {
+          stream, call.name.operation, "the host waits for the other processes. Move it out of the capture.");
+    const auto begin = [this, description = std::move(description), start](const auto& work) {
       ++sequence_number_;
-      queue_->push(
-          call, [work, start]() mutable { work->begin(start()); },
-          [work](const std::exception_ptr& error) { work->fail(error); });
+      enqueue(work, description, start);
     };
-    return coalesce(capture({{std::move(arguments), type, stream, begin}}), async);
+    return coalesce(capture({{std::move(call), type, stream, begin}}), async);
   }
-  const auto work = c10::make_intrusive<DeviceWork>(std::move(arguments), type, ++sequence_number_);
-  if (detail::scheduled()) {
+  const auto work = c10::make_intrusive<DeviceWork>(std::move(call), type, ++sequence_number_);
+  if (detail::scheduled())
     work->set_scheduled(detail::queue_collective(
         stream,
-        [this, work, call = std::move(call), start] {
-          queue_->push(
-              call, [work, start]() mutable { work->begin(start()); },
-              [work](const std::exception_ptr& error) { work->fail(error); });
+        [this, work, description = std::move(description), start] {
+          enqueue(work, description, start);
           work->finish_scheduled();
         },
         site));
-    return coalesce(work, async);
-  }
-  openreg::run(
-      stream,
-      [&] {
-        queue_->push(
-            std::move(call), [work, start]() mutable { work->begin(start()); },
-            [work](const std::exception_ptr& error) { work->fail(error); });
-      },
-      site);
+  else openreg::run(stream, [&] { enqueue(work, std::move(description), start); }, site);
   return coalesce(work, async);
 }
 
 // Makes the calls a node of the graph. They all begin before one is waited for.
 Work DistributedBackend::capture(std::vector<CapturedCall> calls) {
-  const Name name = calls.front().arguments.name;
+  const CollectiveName name = calls.front().call.name;
   const OpType type = calls.size() == 1 ? calls.front().type : OpType::COALESCED;
   const Stream stream = calls.front().stream;
   Tensors outputs;
   std::vector<MemoryUse> uses;
-  for (CapturedCall& each : calls) {
-    if (each.stream != stream)
-      detail::refuse_capture(each.stream, each.arguments.name.operation,
+  for (CapturedCall& captured : calls) {
+    if (captured.stream != stream)
+      detail::refuse_capture(captured.stream, captured.call.name.operation,
           "it is coalesced with one on another stream. Make all of them on one stream.");
-    std::ranges::move(std::exchange(each.arguments.outputs, {}), std::back_inserter(outputs));
-    std::ranges::move(std::exchange(each.arguments.uses, {}), std::back_inserter(uses));
+    std::ranges::move(std::exchange(captured.call.outputs, {}), std::back_inserter(outputs));
+    std::ranges::move(std::exchange(captured.call.uses, {}), std::back_inserter(uses));
   }
   auto node = [backend = c10::intrusive_ptr<DistributedBackend>::reclaim_copy(this), calls = std::move(calls)] {
     std::vector<c10::intrusive_ptr<DeviceWork>> works;
-    for (const CapturedCall& each : calls) {
-      each.arguments.copy_to_hosts();
+    for (const CapturedCall& captured : calls) {
+      captured.call.copy_to_hosts();
       works.push_back(c10::make_intrusive<DeviceWork>(
-          Arguments(each.arguments.name), each.type, backend->sequence_number_, /*noticed=*/false));
-      each.begin(works.back());
+          CollectiveCall(captured.call.name), captured.type, backend->sequence_number_, /*noticed=*/false));
+      captured.begin(works.back());
     }
     for (size_t i = 0; i < calls.size(); ++i) {
       works[i]->wait_in_replay();
-      calls[i].arguments.copy_from_hosts();
+      calls[i].call.copy_from_hosts();
     }
   };
   detail::capture(stream, Site(name.operation), detail::Task(std::move(node)), std::move(uses));
-  return c10::make_intrusive<CapturedWork>(name, type, stream, std::move(outputs));
+  return captured_work(name, type, stream, std::move(outputs));
 }
 
 // Sends and receives begin immediately. They are not ordered with collectives, nor with the sends and receives of other
 // processes.
-template <class Start>
-Work DistributedBackend::point_to_point(Arguments&& arguments, OpType type, Start&& start) {
-  const Site site(arguments.name.operation);
-  if (arguments.device == -1) arguments.device = static_cast<c10::DeviceIndex>(current_device());
-  const auto stream = current_stream(arguments.device);
+Work DistributedBackend::point_to_point(CollectiveCall&& call, OpType type, const Start& start) {
+  const Site site(call.name.operation);
+  call.choose_device();
+  const auto stream = current_stream(call.device);
   if (detail::captures(stream)) {
     if (type == OpType::RECVANYSOURCE)
       detail::refuse_capture(
-          stream, arguments.name.operation, "the host would read which process sent the message. Pass src to recv().");
-    CapturedCall call{std::move(arguments), type, stream, [start](const auto& work) mutable { work->begin(start()); }};
+          stream, call.name.operation, "the host would read which process sent the message. Pass src to recv().");
+    CapturedCall captured{std::move(call), type, stream, [start](const auto& work) { work->begin(start()); }};
     std::lock_guard lock(coalescing_);
-    if (!coalesced_) return capture({std::move(call)});
-    coalesced_->exchanges.push_back(std::move(call)); // a receive before a send must not wait for it
+    if (!coalesced_) return capture({std::move(captured)});
+    coalesced_->exchanges.push_back(std::move(captured)); // a receive before a send must not wait for it
     return {};
   }
-  const auto work = c10::make_intrusive<DeviceWork>(std::move(arguments), type, sequence_number_);
+  const auto work = c10::make_intrusive<DeviceWork>(std::move(call), type, sequence_number_);
   openreg::run(stream, [&] { work->begin(start()); }, site);
   return coalesce(work, false);
 }
@@ -220,176 +230,177 @@ Work DistributedBackend::endCoalescing() {
   auto& [works, exchanges] = *calls;
   if (!exchanges.empty()) works.push_back(capture(std::move(exchanges)));
   if (works.empty()) return {};
-  return c10::make_intrusive<CoalescedWork>(rank_, std::move(works));
+  return coalesced_work(rank_, std::move(works));
 }
 
 Work DistributedBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  Arguments arguments({"broadcast", rank_, size_});
-  auto hosts = arguments.output(tensors);
-  auto call = call_of(arguments.name, tensors, opts, root_of(opts));
-  return collective(std::move(arguments), OpType::BROADCAST, std::move(call), opts.asyncOp,
-      [engine = engine_, hosts, opts]() mutable { return engine->broadcast(hosts, opts); });
+  CollectiveCall call({"broadcast", rank_, size_});
+  auto hosts = call.output(tensors);
+  return collective(std::move(call), OpType::BROADCAST, describe(call.name, tensors, root_of(opts)), opts,
+      &Backend::broadcast, hosts);
 }
+
 Work DistributedBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  Arguments arguments({"allreduce", rank_, size_});
-  arguments.sparse = true;
-  auto hosts = arguments.output(tensors);
-  auto call = call_of(arguments.name, tensors, opts, name_of(opts.reduceOp));
-  return collective(std::move(arguments), OpType::ALLREDUCE, std::move(call), opts.asyncOp,
-      [engine = engine_, hosts, opts]() mutable { return engine->allreduce(hosts, opts); });
+  CollectiveCall call({"allreduce", rank_, size_});
+  call.sparse = true;
+  auto hosts = call.output(tensors);
+  auto description = describe(call.name, tensors, name_of(opts.reduceOp));
+  if (opts.reduceOp == c10d::ReduceOp::SUM && hosts.size() == 1 && travels(hosts.front())) {
+    description.rule += " in the description";
+    description.summed = hosts.front();
+  }
+  return collective(std::move(call), OpType::ALLREDUCE, std::move(description), opts, &Backend::allreduce, hosts);
 }
+
 Work DistributedBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  Arguments arguments({"allreduce_sparse", rank_, size_});
-  arguments.sparse = true;
-  auto hosts = arguments.output(tensors);
-  auto call = call_of(arguments.name, tensors, opts, name_of(opts.reduceOp));
-  return collective(std::move(arguments), OpType::_ALLREDUCE_SPARSE, std::move(call), opts.asyncOp,
-      [engine = engine_, hosts, opts]() mutable { return engine->allreduce_sparse(hosts, opts); });
+  CollectiveCall call({"allreduce_sparse", rank_, size_});
+  call.sparse = true;
+  auto hosts = call.output(tensors);
+  return collective(std::move(call), OpType::_ALLREDUCE_SPARSE, describe(call.name, tensors, name_of(opts.reduceOp)),
+      opts, &Backend::allreduce_sparse, hosts);
 }
+
 Work DistributedBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
-  Arguments arguments({"allreduce_coalesced", rank_, size_});
-  auto hosts = arguments.output(tensors);
-  auto call = call_of(arguments.name, tensors, opts, name_of(opts.reduceOp));
-  return collective(std::move(arguments), OpType::ALLREDUCE_COALESCED, std::move(call), opts.asyncOp,
-      [engine = engine_, hosts, opts]() mutable { return engine->allreduce_coalesced(hosts, opts); });
+  CollectiveCall call({"allreduce_coalesced", rank_, size_});
+  auto hosts = call.output(tensors);
+  return collective(std::move(call), OpType::ALLREDUCE_COALESCED, describe(call.name, tensors, name_of(opts.reduceOp)),
+      opts, &Backend::allreduce_coalesced, hosts);
 }
+
 Work DistributedBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  Arguments arguments({"reduce", rank_, size_});
-  auto hosts = arguments.output(tensors);
-  auto call = call_of(arguments.name, tensors, opts, name_of(opts.reduceOp) + ", " + root_of(opts));
-  return collective(std::move(arguments), OpType::REDUCE, std::move(call), opts.asyncOp,
-      [engine = engine_, hosts, opts]() mutable { return engine->reduce(hosts, opts); });
+  CollectiveCall call({"reduce", rank_, size_});
+  auto hosts = call.output(tensors);
+  return collective(std::move(call), OpType::REDUCE,
+      describe(call.name, tensors, name_of(opts.reduceOp) + ", " + root_of(opts)), opts, &Backend::reduce, hosts);
 }
+
 Work DistributedBackend::allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  Arguments arguments({"allgather", rank_, size_});
-  auto to = arguments.output(outputs);
-  auto from = arguments.input(inputs);
-  auto call = call_of(arguments.name, inputs, opts);
-  return collective(std::move(arguments), OpType::ALLGATHER, std::move(call), opts.asyncOp,
-      [engine = engine_, to, from, opts]() mutable { return engine->allgather(to, from, opts); });
+  CollectiveCall call({"allgather", rank_, size_});
+  auto to = call.output(outputs);
+  auto from = call.input(inputs);
+  return collective(
+      std::move(call), OpType::ALLGATHER, describe(call.name, inputs), opts, &Backend::allgather, to, from);
 }
+
 Work DistributedBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
-  Arguments arguments({"allgather_base", rank_, size_});
-  auto to = arguments.output(output);
-  auto from = arguments.input(input);
+  CollectiveCall call({"allgather_base", rank_, size_});
+  auto to = call.output(output);
+  auto from = call.input(input);
   flatten(to, from, size_);
-  auto call = call_of(arguments.name, {input}, opts);
-  return collective(std::move(arguments), OpType::_ALLGATHER_BASE, std::move(call), opts.asyncOp,
-      [engine = engine_, to, from, opts]() mutable { return engine->_allgather_base(to, from, opts); });
+  return collective(std::move(call), OpType::_ALLGATHER_BASE, describe(call.name, {input}), opts,
+      &Backend::_allgather_base, to, from);
 }
+
 Work DistributedBackend::allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  Arguments arguments({"allgather_coalesced", rank_, size_});
-  auto to = arguments.output(outputs);
-  auto from = arguments.input(inputs);
-  auto call = call_of(arguments.name, inputs, opts);
-  return collective(std::move(arguments), OpType::ALLGATHER_COALESCED, std::move(call), opts.asyncOp,
-      [engine = engine_, to, from, opts]() mutable { return engine->allgather_coalesced(to, from, opts); });
+  CollectiveCall call({"allgather_coalesced", rank_, size_});
+  auto to = call.output(outputs);
+  auto from = call.input(inputs);
+  return collective(std::move(call), OpType::ALLGATHER_COALESCED, describe(call.name, inputs), opts,
+      &Backend::allgather_coalesced, to, from);
 }
+
 Work DistributedBackend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  Arguments arguments({"allgather_into_tensor_coalesced", rank_, size_});
-  auto to = arguments.output(outputs);
-  auto from = arguments.input(inputs);
+  CollectiveCall call({"allgather_into_tensor_coalesced", rank_, size_});
+  auto to = call.output(outputs);
+  auto from = call.input(inputs);
   for (size_t i = 0; i < std::min(to.size(), from.size()); ++i) flatten(to[i], from[i], size_);
-  auto call = call_of(arguments.name, inputs, opts);
-  return collective(std::move(arguments), OpType::ALLGATHER_COALESCED, std::move(call), opts.asyncOp,
-      [engine = engine_, to, from, opts]() mutable { return engine->allgather_into_tensor_coalesced(to, from, opts); });
+  return collective(std::move(call), OpType::ALLGATHER_COALESCED, describe(call.name, inputs), opts,
+      &Backend::allgather_into_tensor_coalesced, to, from);
 }
+
 Work DistributedBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
-  Arguments arguments({"gather", rank_, size_});
-  auto to = arguments.output(outputs);
-  auto from = arguments.input(inputs);
-  auto call = call_of(arguments.name, inputs, opts, root_of(opts));
-  return collective(std::move(arguments), OpType::GATHER, std::move(call), opts.asyncOp,
-      [engine = engine_, to, from, opts]() mutable { return engine->gather(to, from, opts); });
+  CollectiveCall call({"gather", rank_, size_});
+  auto to = call.output(outputs);
+  auto from = call.input(inputs);
+  return collective(
+      std::move(call), OpType::GATHER, describe(call.name, inputs, root_of(opts)), opts, &Backend::gather, to, from);
 }
+
 Work DistributedBackend::scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) {
-  Arguments arguments({"scatter", rank_, size_});
-  auto to = arguments.output(outputs);
-  auto from = arguments.input(inputs);
-  auto call = call_of(arguments.name, outputs, opts, root_of(opts));
-  return collective(std::move(arguments), OpType::SCATTER, std::move(call), opts.asyncOp,
-      [engine = engine_, to, from, opts]() mutable { return engine->scatter(to, from, opts); });
+  CollectiveCall call({"scatter", rank_, size_});
+  auto to = call.output(outputs);
+  auto from = call.input(inputs);
+  return collective(
+      std::move(call), OpType::SCATTER, describe(call.name, outputs, root_of(opts)), opts, &Backend::scatter, to, from);
 }
+
 Work DistributedBackend::reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& opts) {
-  Arguments arguments({"reduce_scatter", rank_, size_});
-  auto to = arguments.output(outputs);
-  auto from = arguments.input(inputs);
-  auto call = call_of(arguments.name, outputs, opts, name_of(opts.reduceOp));
-  return collective(std::move(arguments), OpType::REDUCE_SCATTER, std::move(call), opts.asyncOp,
-      [engine = engine_, to, from, opts]() mutable { return engine->reduce_scatter(to, from, opts); });
+  CollectiveCall call({"reduce_scatter", rank_, size_});
+  auto to = call.output(outputs);
+  auto from = call.input(inputs);
+  return collective(std::move(call), OpType::REDUCE_SCATTER, describe(call.name, outputs, name_of(opts.reduceOp)), opts,
+      &Backend::reduce_scatter, to, from);
 }
+
 Work DistributedBackend::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
-  Arguments arguments({"reduce_scatter_base", rank_, size_});
-  auto to = arguments.output(output);
-  auto from = arguments.input(input);
+  CollectiveCall call({"reduce_scatter_base", rank_, size_});
+  auto to = call.output(output);
+  auto from = call.input(input);
   flatten(from, to, size_);
-  auto call = call_of(arguments.name, {output}, opts, name_of(opts.reduceOp));
-  return collective(std::move(arguments), OpType::_REDUCE_SCATTER_BASE, std::move(call), opts.asyncOp,
-      [engine = engine_, to, from, opts]() mutable { return engine->_reduce_scatter_base(to, from, opts); });
+  return collective(std::move(call), OpType::_REDUCE_SCATTER_BASE,
+      describe(call.name, {output}, name_of(opts.reduceOp)), opts, &Backend::_reduce_scatter_base, to, from);
 }
+
 Work DistributedBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
-  Arguments arguments({"reduce_scatter_tensor_coalesced", rank_, size_});
-  auto to = arguments.output(outputs);
-  auto from = arguments.input(inputs);
+  CollectiveCall call({"reduce_scatter_tensor_coalesced", rank_, size_});
+  auto to = call.output(outputs);
+  auto from = call.input(inputs);
   for (size_t i = 0; i < std::min(to.size(), from.size()); ++i) flatten(from[i], to[i], size_);
-  auto call = call_of(arguments.name, outputs, opts, name_of(opts.reduceOp));
-  return collective(std::move(arguments), OpType::REDUCE_SCATTER_TENSOR_COALESCED, std::move(call), opts.asyncOp,
-      [engine = engine_, to, from, opts]() mutable { return engine->reduce_scatter_tensor_coalesced(to, from, opts); });
+  return collective(std::move(call), OpType::REDUCE_SCATTER_TENSOR_COALESCED,
+      describe(call.name, outputs, name_of(opts.reduceOp)), opts, &Backend::reduce_scatter_tensor_coalesced, to, from);
 }
+
 Work DistributedBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
     std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& opts) {
-  Arguments arguments({"alltoall_base", rank_, size_});
-  auto to = arguments.output(output);
-  auto from = arguments.input(input);
-  auto call = call_of(arguments.name, {input}, opts);
-  call.rule = c10::str(arguments.name.operation, " ", input.scalar_type());
-  call.sent = parts(arguments.name, "input_split_sizes", input, input_sizes);
-  call.received = parts(arguments.name, "output_split_sizes", output, output_sizes);
-  return collective(std::move(arguments), OpType::ALLTOALL_BASE, std::move(call), opts.asyncOp,
-      [engine = engine_, to, from, output_sizes, input_sizes, opts]() mutable {
-        return engine->alltoall_base(to, from, output_sizes, input_sizes, opts);
-      });
+  CollectiveCall call({"alltoall_base", rank_, size_});
+  auto to = call.output(output);
+  auto from = call.input(input);
+  auto description = describe(call.name, {input});
+  description.rule = c10::str(call.name.operation, " ", input.scalar_type());
+  description.sent = parts(call.name, "input_split_sizes", input, input_sizes);
+  description.received = parts(call.name, "output_split_sizes", output, output_sizes);
+  return collective(std::move(call), OpType::ALLTOALL_BASE, std::move(description), opts, &Backend::alltoall_base, to,
+      from, output_sizes, input_sizes);
 }
+
 Work DistributedBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
-  Arguments arguments({"alltoall", rank_, size_});
-  auto to = arguments.output(outputs);
-  auto from = arguments.input(inputs);
-  auto call = call_of(arguments.name, inputs, opts);
-  call.sent = parts(arguments.name, "input_tensor_list", inputs);
-  call.received = parts(arguments.name, "output_tensor_list", outputs);
-  call.rule = c10::str(arguments.name.operation, " ", inputs.front().scalar_type());
-  return collective(std::move(arguments), OpType::ALLTOALL, std::move(call), opts.asyncOp,
-      [engine = engine_, to, from, opts]() mutable { return engine->alltoall(to, from, opts); });
+  CollectiveCall call({"alltoall", rank_, size_});
+  auto to = call.output(outputs);
+  auto from = call.input(inputs);
+  auto description = describe(call.name, inputs);
+  description.sent = parts(call.name, "input_tensor_list", inputs);
+  description.received = parts(call.name, "output_tensor_list", outputs);
+  description.rule = c10::str(call.name.operation, " ", inputs.front().scalar_type());
+  return collective(std::move(call), OpType::ALLTOALL, std::move(description), opts, &Backend::alltoall, to, from);
 }
+
 Work DistributedBackend::send(Tensors& tensors, int to, int tag) {
-  Arguments arguments({"send", rank_, size_});
-  auto hosts = arguments.input(tensors);
-  return point_to_point(std::move(arguments), OpType::SEND,
-      [engine = engine_, hosts, to, tag]() mutable { return engine->send(hosts, to, tag); });
+  CollectiveCall call({"send", rank_, size_});
+  auto hosts = call.input(tensors);
+  return point_to_point(std::move(call), OpType::SEND, engine_call(&Backend::send, hosts, to, tag));
 }
+
 Work DistributedBackend::recv(Tensors& tensors, int from, int tag) {
-  Arguments arguments({"recv", rank_, size_});
-  auto hosts = arguments.output(tensors);
-  return point_to_point(std::move(arguments), OpType::RECV,
-      [engine = engine_, hosts, from, tag]() mutable { return engine->recv(hosts, from, tag); });
+  CollectiveCall call({"recv", rank_, size_});
+  auto hosts = call.output(tensors);
+  return point_to_point(std::move(call), OpType::RECV, engine_call(&Backend::recv, hosts, from, tag));
 }
+
 Work DistributedBackend::recvAnysource(Tensors& tensors, int tag) {
-  Arguments arguments({"recvAnysource", rank_, size_});
-  auto hosts = arguments.output(tensors);
-  return point_to_point(std::move(arguments), OpType::RECVANYSOURCE,
-      [engine = engine_, hosts, tag]() mutable { return engine->recvAnysource(hosts, tag); });
+  CollectiveCall call({"recvAnysource", rank_, size_});
+  auto hosts = call.output(tensors);
+  return point_to_point(std::move(call), OpType::RECVANYSOURCE, engine_call(&Backend::recvAnysource, hosts, tag));
 }
-// With a device: waits for the current stream of the named device, or of the current one.
+
+// Waits for the current stream of the device that the options name, or of the current device.
 Work DistributedBackend::barrier(const c10d::BarrierOptions& opts) {
-  Arguments arguments({"barrier", rank_, size_});
-  if (!opts.device_ids.empty()) arguments.device = checked_index(opts.device_ids.front());
-  else if (opts.device && on_device(*opts.device)) arguments.device = checked_index(opts.device);
-  auto call = call_of(arguments.name, {}, opts);
-  return collective(std::move(arguments), OpType::BARRIER, std::move(call), opts.asyncOp,
-      [engine = engine_, opts] { return engine->barrier(opts); });
+  CollectiveCall call({"barrier", rank_, size_});
+  if (!opts.device_ids.empty()) call.device = checked_index(opts.device_ids.front());
+  else if (opts.device && on_device(*opts.device)) call.device = checked_index(opts.device);
+  return collective(std::move(call), OpType::BARRIER, describe(call.name, {}), opts, &Backend::barrier);
 }
 // Runs in the order of the collectives, because the engine counts their tags. It is not compared, because the engine
 // itself reports which ranks are missing.

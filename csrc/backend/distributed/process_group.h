@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -15,7 +16,8 @@
 
 namespace openreg {
 
-class Arguments;
+class CollectiveCall;
+class DeviceWork;
 struct CapturedCall;
 
 // Note [Distributed]
@@ -82,11 +84,18 @@ class DistributedBackend final : public c10d::Backend {
   void shutdown() override { engine_->shutdown(); }
 
  private:
-  template <class Start>
-  Work collective(Arguments&& arguments, c10d::OpType type, Call call, bool async, Start&& start);
+  using Start = std::function<Work()>; // passes a call to the engine
+
+  template <class Function, class... Arguments>
+  Start engine_call(Function function, Arguments... arguments);
+  template <class CallOptions, class Function, class... Hosts>
+  Work collective(CollectiveCall&& call, c10d::OpType type, CallDescription description, const CallOptions& opts,
+      Function function, Hosts... hosts);
+  Work collective(
+      CollectiveCall&& call, c10d::OpType type, CallDescription description, bool async, const Start& start);
+  void enqueue(const c10::intrusive_ptr<DeviceWork>& work, CallDescription description, const Start& start);
   Work capture(std::vector<CapturedCall> calls);
-  template <class Start>
-  Work point_to_point(Arguments&& arguments, c10d::OpType type, Start&& start);
+  Work point_to_point(CollectiveCall&& call, c10d::OpType type, const Start& start);
   Work coalesce(const Work& work, bool async);
 
   Engine engine_;
