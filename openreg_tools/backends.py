@@ -98,6 +98,10 @@ class Backend:
         """The package's operators that accept different damaged arguments than their CPU kernel, with the cause."""
         return {}
 
+    def is_derived(self, op: str, key: str) -> bool:
+        """Whether the package registers the kernel of an operator for a dispatch key because the CPU has one."""
+        return False
+
     def is_own(self, op: str) -> bool:
         """Whether the package has its own kernel for an operator instead of running the CPU's."""
         return False

@@ -220,8 +220,7 @@ def registered(key: str) -> list[Registration]:
     pattern = re.compile(rf"^{key}: (.*?) :: (.*) \[", re.M)
     for op in dispatch.names():
         match = pattern.search(torch._C._dispatch_dump(op)) if op.startswith("aten::") else None
-        # Every process registers shared kernels from what its torch has.
-        if match and "sharing the CPU's kernel" not in match[1]:
+        if match and not backends.of_key(key).is_derived(op, key):
             short = op.removeprefix("aten::")
             found.append(Registration(short, _exact(dispatch.place(match[1]), short), match[2] == "(none)"))
     return found

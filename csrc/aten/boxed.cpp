@@ -17,6 +17,7 @@
 
 #include "aten/deferred/captured.h"
 #include "aten/deferred/queued.h"
+#include "aten/kernel_kind.h"
 #include "aten/traits/cuda_rules.h"
 #include "aten/traits/host_scalars.h"
 #include "aten/traits/results_in_own_memory.h"
@@ -283,6 +284,7 @@ int64_t register_native_kernels() {
           !op->hasKernelForDispatchKey(DispatchKey::Autograd))
         continue;
       registered->push_back(register_native_kernel(*op, cpu, device));
+      record_kernel(name, device, KernelKind::kBoxed);
     }
   }
   return static_cast<int64_t>(registered->size());

@@ -3,6 +3,7 @@
 #include "aten/direct.h"
 
 #include "aten/boxed.h"
+#include "aten/kernel_kind.h"
 #include "aten/traits/missing_checks.h"
 #include "backend/identity/identity.h"
 #include "backend/sync_debug.h"
@@ -370,7 +371,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_layer_norm_backward(const 
 #define BINARY(name, ...) DIRECT(#name ".Tensor", name##_Tensor, name, structured_##name##_Tensor, __VA_ARGS__); DIRECT(#name "_.Tensor", name##__Tensor, name##_, structured_##name##_Tensor, __VA_ARGS__); STRUCTURED(#name ".out", name##_out, name##_outf)
 #define COMPARE(name) DIRECT(#name ".Tensor", name##_Tensor, name, structured_##name##_Tensor, Stub<at::native::name##_stub>); STRUCTURED(#name ".Scalar", name##_Scalar, name)
 
-OPENREG_LIBRARY_IMPL(aten, dense, m) {
+OPENREG_LIBRARY_IMPL(aten, dense, library) {
+  DirectKernels m{library};
   BINARY(add, StubOfNumber<at::native::add_stub>); BINARY(sub, Difference); BINARY(mul, Stub<at::native::mul_stub>); BINARY(div, Stub<at::native::div_true_stub>);
   UNARY(neg); UNARY(exp); UNARY(log); UNARY(sqrt); UNARY(rsqrt); UNARY(reciprocal); UNARY(sin); UNARY(cos);
   UNARY(tanh); UNARY(sigmoid);

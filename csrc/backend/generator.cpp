@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "backend/allocator.h"
+#include "backend/device_index.h"
 #include "backend/identity/identity.h"
 #include "runtime/device.h"
 #include "runtime/graph/graph.h"
@@ -77,9 +77,9 @@ std::shared_ptr<SavedState> find_saved(const c10::TensorImpl& state) {
   return known == saved_states().end() ? nullptr : known->second.lock();
 }
 
-// Gives up a mutex that the calling thread has locked, while it lives. Python's functions lock a generator's with
-// Python's lock held. A wait gives up the latter, and must not take it again while another thread has it and waits for
-// the generator's.
+// Unlocks a mutex that the calling thread has locked, while this object lives. Python's functions lock a generator's
+// mutex while they hold Python's lock. A wait gives up Python's lock, and must not take it again while another thread
+// has it and waits for the generator's mutex.
 class Unlocked {
  public:
   explicit Unlocked(std::mutex& mutex)
@@ -317,8 +317,9 @@ void check_captured_generator(const char* name, Stream stream, const c10::Genera
 namespace {
 
 std::mutex lent_mutex;
-thread_local int lent = 0; // by the calling thread, nested
-std::atomic<const c10::TensorImpl*> lent_state{nullptr}; // the host's own
+thread_local int lent = 0; // how many objects of the calling thread lend, nested
+thread_local LendGenerator* innermost = nullptr;
+std::atomic<const c10::TensorImpl*> lent_state{nullptr}; // the CPU generator's own state
 
 const bool noticed = [] {
   pthread_atfork(nullptr, nullptr, [] {
@@ -364,10 +365,6 @@ SavedHostGenerator::~SavedHostGenerator() {
   lent_mutex.unlock();
 }
 
-namespace {
-thread_local LendGenerator* innermost = nullptr; // of the calling thread
-} // namespace
-
 LendGenerator::LendGenerator(const at::Generator& inner) {
   if (!inner.defined()) return;
   device_ = at::check_generator<at::CPUGeneratorImpl>(inner);
@@ -383,6 +380,7 @@ LendGenerator::LendGenerator(const at::Generator& inner) {
   host_->seed_ = device_->current_seed();
 }
 
+// Gives the device's generator the numbers drawn so far, unless it was seeded meanwhile.
 void LendGenerator::take_back() {
   std::scoped_lock lock(host_->host_->mutex_, device_->mutex_);
   if (device_->current_seed() == host_->seed_) device_->set_state(*host_->host_->get_state());

@@ -13,22 +13,22 @@ struct CPUGeneratorImpl;
 
 namespace openreg {
 
-// The generator that a device uses by default.
+// Returns the generator that a device uses by default.
 __attribute__((visibility("default"))) const at::Generator& default_generator(c10::DeviceIndex device);
 
-// A new generator for `device`, with the default seed.
+// Makes a new generator for `device`, with the default seed.
 at::Generator new_generator(c10::DeviceIndex device);
 
-// The CPU generator that holds a device generator's state. ATen's CPU kernels draw from it. Every use begins here: see
-// Note [Replayed draws].
+// Returns the CPU generator that holds a device generator's state, and from which ATen's CPU kernels draw. Every use
+// begins here: see Note [Replayed draws].
 __attribute__((visibility("default"))) const at::Generator& inner_generator(const at::Generator& generator);
 
 // Throws unless random operators may draw from the generator while this stream is captured: see Note [Capture].
 __attribute__((visibility("default"))) void check_captured_generator(
     const char* name, Stream stream, const c10::GeneratorImpl* generator);
 
-// While it lives, only the calling thread changes the CPU's default generator, which then gets its own state again: see
-// Note [Lent generators].
+// Lets only the calling thread change the CPU's default generator while this object lives. Then the generator gets its
+// own state again: see Note [Lent generators].
 class SavedHostGenerator {
  public:
   SavedHostGenerator();
@@ -38,13 +38,13 @@ class SavedHostGenerator {
 
  private:
   friend class LendGenerator;
-  void note_seed(); // with the generator's mutex
+  void note_seed(); // the caller has locked the generator
 
   at::CPUGeneratorImpl* const host_;
   c10::intrusive_ptr<c10::TensorImpl> saved_;
   uint64_t seed_; // the seed that it has until another thread seeds it
-  std::optional<uint64_t> seeded_; // the seed that it was given meanwhile
-  std::optional<uint64_t>* outer_seeded_ = nullptr; // of the lend that contains this one
+  std::optional<uint64_t> seeded_; // the seed that another thread has given it meanwhile
+  std::optional<uint64_t>* outer_seeded_ = nullptr; // seeded_ of the object that this one is nested in
 };
 
 // A random operator without a Generator argument draws from the CPU's default generator. While this object lives, that
@@ -53,15 +53,16 @@ class SavedHostGenerator {
 // numbers.
 class LendGenerator {
  public:
-  explicit LendGenerator(const at::Generator& inner); // the one that a device's generator wraps; undefined for none
+  // Takes the generator that a device's generator wraps. Lends nothing if it is undefined.
+  explicit LendGenerator(const at::Generator& inner);
   ~LendGenerator();
   LendGenerator(const LendGenerator&) = delete;
   LendGenerator& operator=(const LendGenerator&) = delete;
 
  private:
-  void take_back(); // the numbers drawn so far count for the device's generator, unless it was seeded meanwhile
+  void take_back();
   at::CPUGeneratorImpl* device_ = nullptr;
-  LendGenerator* outer_ = nullptr; // of the calling thread
+  LendGenerator* outer_ = nullptr; // the object of this thread that this one is nested in
   std::optional<SavedHostGenerator> host_;
 };
 

@@ -9,11 +9,12 @@
 
 #include <cstdint>
 
-#include "backend/allocator.h"
+#include "backend/lent_memory.h"
 #include "backend/identity/identity.h"
 
 namespace openreg {
 
+// Returns true if the callbacks are active.
 inline bool gpu_tracing() noexcept {
   return c10::impl::GPUTrace::get_trace() != nullptr;
 }

@@ -2,7 +2,7 @@
 
 #include <fstream>
 
-#include "backend/allocator.h"
+#include "backend/device_index.h"
 #include "backend/identity/identity.h"
 #include "runtime/device.h"
 #include "runtime/process/error.h"

@@ -1,4 +1,4 @@
-// Graphs as PyTorch sees them.
+// Graphs of the device as PyTorch sees them.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -15,13 +15,13 @@
 
 namespace openreg {
 
-// What torch.accelerator.Graph makes, and torch.openreg.Graph is.
+// The graph that torch.accelerator.Graph makes. torch.openreg.Graph is this class.
 class DeviceGraph final : public at::GraphImplInterface {
  public:
   explicit DeviceGraph(const at::GraphImplArgs& args = {}) : keep_graph_(args.keep_graph) {}
   ~DeviceGraph() override;
 
-  // The random operators of the next capture may draw from it.
+  // Lets the random operators of the next capture draw from a generator.
   void register_generator_state(const at::Generator& generator);
   void capture_begin(at::MempoolId_t pool = {0, 0}, at::GraphCaptureMode mode = at::GraphCaptureMode::Default) override;
   void capture_end() override;
@@ -32,8 +32,8 @@ class DeviceGraph final : public at::GraphImplInterface {
   void enable_debug_mode() override { debug_ = true; }
   void debug_dump(const std::string& path) override;
 
-  // The captured graph, or null. Another thread may reset() this object meanwhile; the graph lives as long as the
-  // result.
+  // Returns the captured graph, or null. Another thread may reset() this object meanwhile; the graph lives as long as
+  // the result.
   std::shared_ptr<Graph> graph() const {
     std::lock_guard lock(state_);
     return graph_;
@@ -43,12 +43,12 @@ class DeviceGraph final : public at::GraphImplInterface {
   const bool keep_graph_;
   bool debug_ = false;
   std::vector<at::Generator> generators_;
-  mutable std::mutex state_; // of the next four
+  mutable std::mutex state_; // guards the next four
   bool capturing_ = false;
-  Stream stream_{-1, 0}; // that it captures
-  PoolId pool_{};        // of the last capture
+  Stream stream_{-1, 0}; // the stream that it captures
+  PoolId pool_{};        // the pool of the last capture
   std::shared_ptr<Graph> graph_;
-  std::mutex replays_;
+  std::mutex replays_;        // guards the next two
   std::optional<Event> last_; // after the last replay; a replay on another stream waits for it
   Stream replayed_on_{-1, 0};
 };

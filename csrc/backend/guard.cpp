@@ -9,7 +9,7 @@
 #include <memory>
 #include <utility>
 
-#include "backend/allocator.h"
+#include "backend/device_index.h"
 #include "backend/gpu_trace.h"
 #include "backend/identity/identity.h"
 #include "backend/sync_debug.h"
@@ -36,7 +36,7 @@ DeviceStream wrap(Stream s) {
   return DeviceStream(DeviceStream::UNSAFE, device_at(s.device), s.id);
 }
 
-// The answer to a query. As on CUDA, it raises if work has failed, and so does the next wait.
+// Returns the answer to a query. As on CUDA, the query raises if work has failed, and so does the next wait.
 bool answer(int device, bool done) {
   if (done) throw_kept_error(device, /*keep=*/true);
   return done;
@@ -48,7 +48,7 @@ std::uintptr_t trace_handle(const DeviceStream& stream) {
   return static_cast<std::uintptr_t>(stream.id());
 }
 
-// A pool stream is created when it is first handed out.
+// Traces the creation of a stream of the pool, when it is first handed out.
 void trace_new_stream(Stream stream) {
   static std::array<std::array<std::atomic<bool>, kStreams>, kMaxDevices> known{};
   if (!known[static_cast<std::size_t>(stream.device)][static_cast<std::size_t>(stream.id)].exchange(true))
@@ -59,7 +59,7 @@ void trace_new_stream(Stream stream) {
 // shared or external.
 thread_local const std::string* opening_event = nullptr;
 thread_local std::unique_ptr<Event> given_event; // by record_as()
-thread_local Stream callback_stream{-1, 0}; // see is_callback_stream()
+thread_local Stream callback_stream{-1, 0}; // for is_callback_stream()
 
 std::unique_ptr<Event> new_event(int device, c10::EventFlag flag) {
   std::unique_ptr<Event> event = std::move(given_event);
@@ -94,7 +94,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (device.index() >= 0 && device.index() < device_count()) exchange_device(device.index());
   }
 
-  // Every dtype: the kernels are the CPU's.
+  // The device supports every dtype, because the kernels are the CPU's.
   c10::DeviceCapability getDeviceCapability(Device device) const override {
     checked_index(device);
     return c10::DeviceCapability();

@@ -11,7 +11,7 @@
 
 namespace openreg {
 
-// The stream that a c10 stream names. Any number can be made into a c10 stream; throws if there is no such
+// Returns the stream that a c10 stream names. Throws if there is none, because any number can be made into a c10
 // stream.
 Stream checked_stream(const c10::Stream& stream);
 
@@ -22,13 +22,13 @@ inline constexpr c10::EventFlag kInterprocess = c10::EventFlag::INVALID;
 // Creates the backend's part of an event: with kInterprocess, the event that `handle` names, or a new one; otherwise a
 // new one for graphs, see Note [External events] in csrc/runtime/stream/external_event.h.
 void open_event(c10::Event& event, c10::DeviceIndex device, const std::string& handle);
-// Opens the event on the current device if it has no backend part yet.
+// Returns the handle with which another process opens an event. Creates the event's part on the current device if it
+// has none yet.
 std::string event_handle(c10::Event& event);
 
 // Makes `event` the backend's part of the next event that this thread records for the first time.
 void record_as(std::unique_ptr<Event> event);
-// Whether a future has taken this stream for a callback that it is about to run on this thread. The answer is true
-// once.
+// Returns true, once, if a future has taken this stream for a callback that it is about to run on this thread.
 bool is_callback_stream(Stream stream) noexcept;
 
 } // namespace openreg

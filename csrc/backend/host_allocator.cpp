@@ -29,17 +29,17 @@ struct Block {
   size_t bytes; // a power of two, at least kPage
   bool used;
   std::vector<Ticket> uses; // queued work that reads or writes it
-  int kept = 0; // by keep_pinned()
+  int kept = 0; // how often keep_pinned() keeps it
 };
 
 struct Pool {
   std::mutex mutex;
-  std::map<const char*, Block> blocks; // by start
-  std::multimap<size_t, const char*> free;
+  std::map<const char*, Block> blocks;      // by their first address
+  std::multimap<size_t, const char*> free;  // by their size
   std::vector<const char*> waiting; // freed, but in use by queued work
   at::HostStats stats;
 
-  // The block that holds this address, or blocks.end().
+  // Returns the block that holds this address, or blocks.end().
   std::map<const char*, Block>::iterator find(const void* pointer) {
     auto after = blocks.upper_bound(static_cast<const char*>(pointer));
     if (after == blocks.begin()) return blocks.end();

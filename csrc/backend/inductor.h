@@ -1,4 +1,4 @@
-// Called by the code that Inductor generates; openreg_ops/inductor/codegen.py writes the calls.
+// The entry for code that Inductor generates; openreg_ops/inductor/codegen.py writes the calls.
 #pragma once
 
 #include <cstddef>

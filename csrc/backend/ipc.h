@@ -9,7 +9,7 @@ namespace openreg {
 // written it. Returns the memory's file, which the storage still owns. The storage cannot be resized from then on.
 int share_storage(const c10::Storage& storage);
 
-// The storage of `bytes` bytes that another process has shared.
+// Opens a storage of `bytes` bytes that another process has shared.
 c10::Storage open_storage(int file, size_t bytes, int64_t device);
 
 } // namespace openreg

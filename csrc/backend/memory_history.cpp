@@ -1,6 +1,5 @@
 #include "backend/memory_history.h"
 
-#include <atomic>
 #include <chrono>
 #include <deque>
 #include <mutex>
@@ -12,13 +11,11 @@
 namespace openreg {
 namespace {
 
-std::atomic<bool> recorded{false};
-
 struct History {
   std::mutex mutex;
   HistoryOptions options{};
-  std::unordered_map<int, std::deque<HistoryEntry>> entries; // of each device
-  std::unordered_map<const void*, Traceback> holders;        // of memory that is in use
+  std::unordered_map<int, std::deque<HistoryEntry>> entries; // by device
+  std::unordered_map<const void*, Traceback> holders;        // by the address of memory that is in use
 };
 
 History& history() {
@@ -59,7 +56,6 @@ void keep(MemoryAction action, const void* address, std::size_t bytes, Stream st
 
 void record_memory_history(std::optional<HistoryOptions> options) {
   set_memory_watcher(nullptr);
-  recorded = options.has_value();
   if (!options) return clear_memory_history();
   {
     std::lock_guard lock(history().mutex);
@@ -72,10 +68,6 @@ void clear_memory_history() {
   std::lock_guard lock(history().mutex);
   history().entries.clear();
   history().holders.clear();
-}
-
-bool memory_history_recorded() noexcept {
-  return recorded;
 }
 
 std::vector<HistoryEntry> memory_history(int device) {

@@ -13,11 +13,11 @@
 namespace openreg {
 
 struct HistoryOptions {
-  enum Context { kNone, kState, kAlloc, kAll }; // which events get tracebacks: see torch.cuda's function
+  enum Context { kNone, kState, kAlloc, kAll }; // the events that get tracebacks, as in torch.cuda's function
   bool events;                                  // keep all events, not only live allocations
   Context context;
   bool cpp; // frames of C++ too
-  std::size_t max_entries; // of one device; the latest are kept
+  std::size_t max_entries; // how many of a device's entries are kept, the latest
 };
 
 using Traceback = std::shared_ptr<torch::CapturedTraceback>;
@@ -34,12 +34,11 @@ struct HistoryEntry {
 // Starts recording with these options; nullopt stops recording and clears everything.
 void record_memory_history(std::optional<HistoryOptions> options);
 void clear_memory_history();
-bool memory_history_recorded() noexcept;
 
-// A device's entries, in chronological order.
+// Returns a device's entries, in chronological order.
 std::vector<HistoryEntry> memory_history(int device);
 
-// The traceback of the allocation at an address, or null.
+// Returns the traceback of the allocation at an address, or null.
 Traceback allocation_traceback(const void* address);
 
 } // namespace openreg

@@ -8,7 +8,7 @@
 namespace openreg {
 namespace {
 
-// Allocates on one device, whichever is current.
+// Allocates on one device, even if another one is current.
 struct OnDevice final : c10::Allocator {
   explicit OnDevice(c10::DeviceIndex device) : device(device) {}
   c10::DataPtr allocate(size_t bytes) override { return allocate_on(device, bytes); }

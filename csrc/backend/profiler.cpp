@@ -24,7 +24,7 @@
 #include <tuple>
 #include <utility>
 
-#include "backend/allocator.h"
+#include "backend/device_index.h"
 #include "backend/identity/identity.h"
 #include "runtime/device.h"
 #include "runtime/memory/contents.h"
@@ -48,7 +48,7 @@ constexpr std::int64_t kBelowHost = 5'000'000;
 
 class Session final : public libkineto::IActivityProfilerSession {
  public:
-  // `devices`: whether device activities are requested; else the session only says that memory is.
+  // `devices`: device activities are requested. Otherwise the session only says that a profile runs, for memory.
   Session(std::set<ActivityType> types, bool devices) : types_(std::move(types)), devices_(devices) {}
   ~Session() override { end(); }
 
@@ -62,7 +62,7 @@ class Session final : public libkineto::IActivityProfilerSession {
     if (devices_) log_ = stop_profile();
   }
   std::vector<std::string> errors() override { return {}; }
-  // Only one fits here; processTrace() reports the others.
+  // Returns the first device; processTrace() reports the others.
   std::unique_ptr<libkineto::DeviceInfo> getDeviceInfo() override {
     return streams_.empty() ? nullptr : std::make_unique<libkineto::DeviceInfo>(info(streams_.begin()->first));
   }
@@ -88,10 +88,10 @@ class Session final : public libkineto::IActivityProfilerSession {
     buffer_->span = libkineto::TraceSpan(start, end, "openreg");
     buffer_->gpuOpCount = 0;
     linked_ = std::move(linked);
-    for (const Activity& each : log_)
-      each.on == Activity::kHost         ? add_call(each)
-          : each.on == Activity::kStream ? add_work(each)
-                                         : add_open_range(each);
+    for (const Activity& activity : log_)
+      activity.on == Activity::kHost         ? add_call(activity)
+          : activity.on == Activity::kStream ? add_work(activity)
+                                             : add_open_range(activity);
     add_ranges();
     std::set<int> devices;
     for (const auto& [device, stream] : streams_) devices.insert(device);
@@ -110,7 +110,7 @@ class Session final : public libkineto::IActivityProfilerSession {
     return {device, kBelowHost + device, "openreg:" + std::to_string(device), "openreg"};
   }
 
-  // For activities that nothing is correlated with.
+  // Returns an id for an activity that nothing is correlated with.
   std::int32_t next_id() { return std::numeric_limits<std::int32_t>::max() - others_++; }
 
   libkineto::GenericTraceActivity* add(
@@ -131,7 +131,7 @@ class Session final : public libkineto::IActivityProfilerSession {
     activity.addMetadata("stream", stream.id);
   }
 
-  // The host's call and the work share an id, which correlates them, and an arrow from one to the other.
+  // Gives the host's call and the work one id, which correlates them and draws an arrow from one to the other.
   void correlate(libkineto::GenericTraceActivity& activity, const Activity& logged, bool start) {
     if (logged.operation && activity.activityType != ActivityType::GPU_USER_ANNOTATION)
       activity.linked = linked_(static_cast<std::int32_t>(logged.operation));
@@ -179,8 +179,8 @@ class Session final : public libkineto::IActivityProfilerSession {
     span.second = std::max(span.second, work.end);
   }
 
-  // A range from range_start(): a call on its thread, because torch treats host annotations as its own, and a range on
-  // each stream for as long as the work launched in it.
+  // Adds a range from range_start(): as a call on its thread, because torch treats host annotations as its own, and as
+  // a range on each stream for as long as the work launched in it.
   void add_open_range(const Activity& range) {
     const std::int64_t begin = std::max(range.begin, buffer_->span.startTime);
     if (auto* activity = add(ActivityType::PRIVATEUSE1_RUNTIME, range.name, begin, range.end)) {
@@ -199,7 +199,7 @@ class Session final : public libkineto::IActivityProfilerSession {
         widen({work.stream.device, work.stream.id, 0, name}, work);
   }
 
-  // A host range on one stream, for as long as the work launched in it.
+  // Adds each host range to the streams, for as long as the work launched in it.
   void add_ranges() {
     for (const auto& [key, span] : ranges_) {
       const auto& [device, stream, id, name] = key;
@@ -260,7 +260,7 @@ struct Methods final : torch::profiler::impl::ProfilerStubs {
     made->record(current_stream(index));
     *event = std::move(made);
   }
-  // In microseconds.
+  // Returns microseconds.
   float elapsed(const Pointer* begin, const Pointer* end) const override {
     const auto time = [](const Pointer* event) { return std::static_pointer_cast<Event>(*event)->time(); };
     return std::chrono::duration<float, std::micro>(time(end) - time(begin)).count();
@@ -305,7 +305,7 @@ struct Pushed final : at::ObserverContext {};
 std::mutex emit_mutex;
 at::CallbackHandle emitting = at::INVALID_CALLBACK_HANDLE;
 
-// "aten::add, seq = 5, op_id = 12, sizes = [[2, 3], [], []]", as in emit_nvtx.
+// Returns "aten::add, seq = 5, op_id = 12, sizes = [[2, 3], [], []]", as emit_nvtx does.
 std::string operator_range(const at::RecordFunction& call, bool shapes) {
   std::string name = call.name();
   if (call.seqNr() >= 0) name += ", seq = " + std::to_string(call.seqNr());
@@ -378,16 +378,16 @@ void emit_ranges(bool on, bool record_shapes) {
 
 // ---- memory ----
 
-void detail::report(void* pointer, int sign) {
+void detail::report(void* pointer, bool freed) {
   if (!c10::memoryProfilingEnabled()) return;
   MemoryOwner owner;
   do owner = find_owner(pointer);
   while (owner.busy);
   const auto now = memory_stats(owner.device);
-  const auto bytes = static_cast<std::int64_t>(owner.block.size) * sign;
-  const auto freed = sign < 0 ? owner.block.size : 0; // it still is in the sum
-  c10::reportMemoryUsageToProfiler(pointer, bytes, now.bytes[MemoryStats::kAll].current - freed,
-      now.reserved[MemoryStats::kAll].current, device_at(owner.device));
+  const auto size = static_cast<std::int64_t>(owner.block.size);
+  const auto current = now.bytes[MemoryStats::kAll].current - (freed ? owner.block.size : 0); // which it still is in
+  c10::reportMemoryUsageToProfiler(
+      pointer, freed ? -size : size, current, now.reserved[MemoryStats::kAll].current, device_at(owner.device));
 }
 
 void report_out_of_memory(c10::DeviceIndex device, std::size_t bytes) {

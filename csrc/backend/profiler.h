@@ -11,31 +11,33 @@
 namespace openreg {
 
 namespace detail {
-inline std::atomic<int> profiles{0}; // of torch's profiler, whatever their activities
-void report(void* pointer, int sign);
+inline std::atomic<int> profiles{0}; // profiles of torch's profiler that run, whatever their activities
+void report(void* pointer, bool freed);
 } // namespace detail
 
-// For profile_memory=True; each costs one load while no profiler runs.
+// Reports new memory to a profile with profile_memory=True. Costs one load while no profiler runs.
 inline void report_allocation(void* pointer) {
   if (detail::profiles.load(std::memory_order_relaxed)) [[unlikely]]
-    detail::report(pointer, 1);
+    detail::report(pointer, /*freed=*/false);
 }
-inline void report_free(void* pointer) { // while the memory is still allocated
+// Reports memory that is about to be freed.
+inline void report_free(void* pointer) {
   if (detail::profiles.load(std::memory_order_relaxed)) [[unlikely]]
-    detail::report(pointer, -1);
+    detail::report(pointer, /*freed=*/true);
 }
+// Reports an allocation that failed.
 void report_out_of_memory(c10::DeviceIndex device, std::size_t bytes);
 
-// Ranges on the calling thread, like record_function's; they nest.
-// They return the depth of the range, from 0.
+// Opens a range on the calling thread, like record_function's. Ranges nest. Returns the range's depth, from 0.
 int range_push(const char* name);
+// Closes the innermost range of the calling thread, and returns its depth.
 int range_pop();
 
-// A range that may overlap others and that another thread may end; returns its number.
+// Starts a range that may overlap others and that another thread may end. Returns its number.
 std::uint64_t range_start(const std::string& name);
 void range_end(std::uint64_t range);
 
-// While on, every operator is also a range on the device, with the name that torch.autograd.profiler.emit_nvtx gives
+// Sets whether every operator is also a range on the device, with the name that torch.autograd.profiler.emit_nvtx gives
 // it.
 void emit_ranges(bool on, bool record_shapes);
 

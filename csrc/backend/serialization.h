@@ -1,4 +1,4 @@
-// What is saved with a tensor besides its values.
+// Metadata that is saved with a tensor besides its values.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,8 +8,9 @@
 
 namespace openreg {
 
-// The text that set_tag() gave the tensor; see Note [Tags].
+// Returns the text that set_tag() gave the tensor: see Note [Tags].
 std::optional<std::string> tag(const at::Tensor& tensor);
+// Sets the tensor's text, or removes it.
 void set_tag(const at::Tensor& tensor, std::optional<std::string> text);
 
 // Copies the metadata of another tensor, if it has any.

@@ -10,7 +10,7 @@ namespace openreg {
 
 enum class SyncDebugMode { kDefault, kWarn, kError };
 
-// Reports one synchronizing operation; may throw. Set once, by the bindings.
+// Sets the function that reports one synchronizing operation, and may throw. Called once, by the bindings.
 using ReportSync = void (*)(const char* operation);
 void set_report_sync(ReportSync report) noexcept;
 
@@ -22,12 +22,12 @@ inline std::atomic<SyncDebugMode> sync_debug{SyncDebugMode::kDefault};
 void report_sync(const char* operation, Stream stream);
 } // namespace detail
 
-// Whether synchronizing operations are reported.
+// Returns true if synchronizing operations are reported.
 inline bool watches_syncs() noexcept {
   return detail::sync_debug.load(std::memory_order_relaxed) != SyncDebugMode::kDefault || gpu_tracing();
 }
 
-// Call it before the wait. `operation`: the name of the operator or method.
+// Reports an operator or method that is about to wait for the stream.
 inline void synchronizes(const char* operation, Stream stream) {
   if (watches_syncs()) [[unlikely]]
     detail::report_sync(operation, stream);

@@ -18,7 +18,6 @@
 #include "backend/allocator.h"
 #include "backend/graph.h"
 #include "backend/identity/identity.h"
-#include "bindings/compiled_graphs.h"
 #include "runtime/device.h"
 #include "runtime/memory/contents.h"
 #include "runtime/stream/event.h"

@@ -1,6 +1,7 @@
-#include "bindings/exit.h"
-
+// Python bindings for the end of the process.
+#include <c10/util/thread_name.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <unistd.h>
 
@@ -18,7 +19,6 @@
 namespace openreg {
 namespace {
 
-namespace py = pybind11;
 using Clock = std::chrono::steady_clock;
 
 // Note [Exit]
@@ -30,6 +30,9 @@ using Clock = std::chrono::steady_clock;
 // interpreter is still running kAway after the third step, because an atexit handler may wait for them. A thread in a
 // CPU operator still aborts the process, as it does without the device. Second, autograd's threads end; PyTorch ends
 // them only after the interpreter has ended. Third, queued work finishes.
+// Engine::stop() returns when autograd's threads have finished their last task. Each of them then takes Python's lock
+// once more, to delete its thread state, and PyTorch has no function that tells when it has done that. So the second
+// step waits until the process has no thread with the name that PyTorch gives them.
 
 constexpr std::chrono::milliseconds kQuiet{20}; // without a launch: all threads have noticed
 constexpr std::chrono::seconds kNotice{2};      // the longest wait for that
@@ -44,9 +47,7 @@ std::atomic<bool> ended{false}; // the device has ended: only the interpreter is
 void stay() {
   if (Py_IsInitialized() && !PyGILState_GetThisThreadState()) return;
   if (PyThread_get_thread_ident() == ends_process) return;
-  char name[16] = "";
-  pthread_getname_np(pthread_self(), name, sizeof(name));
-  if (std::string(name).starts_with(kAutograd)) return;
+  if (c10::getThreadName().starts_with(kAutograd)) return;
   if (Py_IsInitialized() && PyGILState_Check()) {
     py::gil_scoped_release others_go_on;
     return stay();
@@ -71,7 +72,7 @@ void end_threads() {
   }
 }
 
-// Whether the process has autograd engine threads, recognized by name.
+// Returns true if the process has threads of autograd's engine.
 bool has_autograd_threads() {
   std::error_code ignored;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", ignored)) {

@@ -1,38 +1,21 @@
-#include "bindings/graph.h"
-
+// Python bindings of graphs.
 #include <frameobject.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <array>
 #include <string>
 #include <utility>
 
-#include "backend/allocator.h"
 #include "backend/graph.h"
 #include "runtime/device.h"
 #include "runtime/graph/graph.h"
-#include "runtime/memory/contents.h"
-#include "runtime/memory/memory.h"
 #include "runtime/process/fork.h"
 #include "runtime/stream/stream.h"
 
 namespace openreg {
 namespace {
-
-// A private memory pool that a program holds: torch.openreg.MemPool.
-struct MemPool {
-  explicit MemPool(int64_t index) : device(checked_index(index)), id(new_pool(PoolUser::kPool)) {
-    initialize();
-    retain_pool(device, id, PoolUser::kPool);
-  }
-  ~MemPool() { release_pool(device, id, PoolUser::kPool); }
-  MemPool(const MemPool&) = delete;
-  MemPool& operator=(const MemPool&) = delete;
-
-  const int device;
-  const PoolId id;
-};
 
 constexpr std::array kNotTheProgram{"/torch/", "/torchinductor_", "<eval_with_key>", "/openreg_ops/", "/_pytest/",
     "/pluggy/", "/contextlib.py", "/reprlib.py", "/typing_extensions.py"};
@@ -107,41 +90,7 @@ void bind_graphs(py::module_& m) {
       .def("debug_dump",
           torch::wrap_pybind_function([](DeviceGraph& self, const std::string& path) { self.debug_dump(path); }))
       .def("_nodes", &nodes_of);
-  m.def("graph_pool_handle", [] { return new_pool(PoolUser::kPool); }); // as CUDA numbers them
   m.def("is_current_stream_capturing", [] { return !forked() && is_capturing(current_stream(current_device())); });
-  py::class_<MemPool>(m, "MemPool")
-      .def(py::init<int64_t>())
-      .def_readonly("id", &MemPool::id)
-      .def_readonly("device", &MemPool::device)
-      .def("use_count", [](const MemPool& self) { return pool_users(self.device, self.id); });
-  m.def("retain_pool", [](int device, PoolId pool) { retain_pool(device, pool, PoolUser::kPool); });
-  m.def("release_pool", [](int device, PoolId pool) { release_pool(device, pool, PoolUser::kPool); });
-  m.def("use_pool", [](int64_t device, PoolId pool) { return use_pool(checked_index(device), pool); });
-  m.def("empty_pool", [](int64_t device, PoolId pool) { empty_cache(checked_index(device), pool); });
-  m.def("caching_allocator_alloc", [](size_t bytes, int64_t device, int64_t stream) {
-    initialize();
-    const int index = checked_index(device);
-    TORCH_CHECK(
-        is_stream({index, stream}), "caching_allocator_alloc: there is no stream ", stream, " on openreg:", index);
-    try {
-      return reinterpret_cast<uintptr_t>(allocate({index, stream}, bytes));
-    } catch (const OutOfMemory& error) {
-      TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
-    }
-  });
-  m.def("caching_allocator_delete", [](uintptr_t address) {
-    auto* memory = reinterpret_cast<void*>(address);
-    const auto allocated = [memory] {
-      if (device_of(memory) < 0) return false;
-      const auto block = owner_of(memory).block;
-      return block.address == memory && block.state == MemoryBlock::kAllocated;
-    };
-    TORCH_CHECK(!memory || allocated(),
-        "caching_allocator_delete: expected an address from caching_allocator_alloc that has not been freed, but "
-        "got ",
-        address);
-    deallocate(memory);
-  });
 }
 
 } // namespace openreg

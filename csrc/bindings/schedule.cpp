@@ -1,18 +1,21 @@
-#include "bindings/schedule.h"
-
-#include <pybind11/stl.h>
+// Python bindings of schedules, for openreg_ops/openreg/schedules.py.
+#include <torch/csrc/utils/pybind.h>
 
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "bindings/names.h"
 #include "runtime/explore/schedule.h"
 #include "runtime/memory/memory.h"
 
 namespace openreg {
 namespace {
 
-namespace py = pybind11;
+constexpr Named<Action::What> kActions[] = {
+    {Action::kLaunch, "launch"}, {Action::kRun, "run"}, {Action::kWait, "wait"}, {Action::kQuery, "query"}};
+constexpr Named<Parked> kParked[] = {{Parked::kTimedOut, "timed out"}, {Parked::kWoken, "woken"},
+    {Parked::kOver, "over"}, {Parked::kDeadlocked, "deadlocked"}};
 
 using Numbers = std::tuple<int, std::uint32_t, std::uint32_t>;
 
@@ -46,11 +49,11 @@ void bind_schedules(py::module_& m) {
       const py::gil_scoped_release may_wait;
       actions = end_schedule();
     }
-    static constexpr const char* kNames[] = {"launch", "run", "wait", "query"};
     py::list out;
-    for (const Action& each : actions)
-      out.append(py::make_tuple(kNames[each.what], py::make_tuple(each.step.thread, each.step.number, each.step.poll),
-          py::make_tuple(each.stream.device, each.stream.id), each.place, each.name, each.where));
+    for (const Action& action : actions)
+      out.append(py::make_tuple(name_of(action.what, kActions),
+          py::make_tuple(action.step.thread, action.step.number, action.step.poll),
+          py::make_tuple(action.stream.device, action.stream.id), action.place, action.name, action.where));
     return out;
   });
   m.def("abandon_order", &detail::abandon_schedule, waits);
@@ -71,7 +74,7 @@ void bind_schedules(py::module_& m) {
       "ask_point", [](const std::string& name, double seconds) { return ask(name.c_str(), Question::kAsks, seconds); },
       py::arg("name"), py::arg("seconds") = 0.0);
   m.def("skipped_seconds", &skipped_seconds);
-  m.def("park_thread", [](double timeout) { return static_cast<int>(park_thread(timeout)); }, waits);
+  m.def("park_thread", [](double timeout) { return name_of(park_thread(timeout), kParked); }, waits);
   m.def("wake_thread", &wake_thread);
 }
 

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from openreg_ops.identity import identity
+
 __all__ = ["KERNELS", "expect", "kernel", "without_autocast"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -15,7 +17,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: The functions, by the operator's name without its namespace, such as "mm.dtype".
 KERNELS: dict[str, Callable[..., Any]] = {}
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(identity.autocast))
 
 
 def kernel(name: str) -> Callable[[_Function], _Function]:

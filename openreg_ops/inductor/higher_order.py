@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-AUTOCAST = torch._C.DispatchKey.AutocastPrivateUse1
+from openreg_ops.identity import identity
+
+AUTOCAST = torch._C._dispatch_key_parse(identity.autocast)
 
 
 def register_autocast() -> None:

@@ -28,6 +28,7 @@ import types
 
 import torch
 
+from openreg_ops.identity import identity
 from openreg_ops.openreg import (
     _gpu_trace,
     _sanitizer,
@@ -51,7 +52,7 @@ from openreg_ops.openreg.index import device_index
 def register() -> None:
     """Name the backend, create ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and similar
     methods."""
-    module = types.ModuleType("torch.openreg", "The openreg device, as torch.cuda is CUDA's.")
+    module = types.ModuleType(f"torch.{identity.module}", "The openreg device, as torch.cuda is CUDA's.")
     # The public names of these modules are also names of torch.openreg.
     flat = {"amp": amp, "graphs": graphs, "memory": memory, "random": random, "streams": streams}
     public = (devices, *flat.values(), usage, sync_debug, tensor_types)
@@ -62,7 +63,7 @@ def register() -> None:
     private = {"_gpu_trace": _gpu_trace, "_sanitizer": _sanitizer}
     for name, part in {**flat, **others, **private}.items():
         setattr(module, name, part)
-        sys.modules[f"torch.openreg.{name}"] = part
+        sys.modules[f"torch.{identity.module}.{name}"] = part
     module.reset_device = faults.reset_device
     module.schedules = schedules.schedules
     module.AcceleratorError = torch.AcceleratorError
@@ -76,8 +77,8 @@ def register() -> None:
     module._lazy_call = lambda call, **_: call()
     module._get_device_index = lambda device=None, optional=False, allow_cpu=False: device_index(device)
 
-    torch.utils.rename_privateuse1_backend("openreg")
-    torch._register_device_module("openreg", module)
+    torch.utils.rename_privateuse1_backend(identity.name)
+    torch._register_device_module(identity.module, module)
     torch.accelerator.memory._snapshot = memory._snapshot
     torch.utils.generate_methods_for_privateuse1_backend(
         for_tensor=True,

@@ -110,7 +110,7 @@ class inject:  # noqa: N801 -- used as a function
                 _shrink(index)
             return
         times = (0 if kind in _LATENCY else 1) if times is None else times
-        self._number = _C.arm_fault(_KINDS.index(kind), where, after, times, int((seconds or 0) * 1e9))
+        self._number = _C.arm_fault(kind, where, after, times, int((seconds or 0) * 1e9))
 
     def stop(self) -> int:
         """Disarm the fault and return how often it struck, also available as `struck`. A lost device stays lost."""

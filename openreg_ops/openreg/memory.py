@@ -237,18 +237,14 @@ def memory_snapshot(
     allocated it, if `_record_memory_history` was called before. A block's state is "active_allocated",
     "active_pending_free" (freed, but a stream's queued work may still use it) or "inactive".
     """
-    states = ("inactive", "active_allocated", "active_pending_free")
     wanted = None if mempool_id is None else pool_id("memory_snapshot", mempool_id)
     out = []
     for index in range(_C.device_count()) if device is None else [device_index(device)]:
         for address, size, stream, small, pool, blocks in _C.memory_snapshot(index):
             if wanted not in (None, pool):
                 continue
-            frames = _C.allocation_tracebacks([at for at, *_ in blocks])
-            of = [
-                {"address": at, "size": n, "requested_size": asked, "state": states[state], "frames": of_block or []}
-                for (at, n, state, asked), of_block in zip(blocks, frames, strict=True)
-            ]
+            frames = _C.allocation_tracebacks([block["address"] for block in blocks])
+            of = [{**block, "frames": known or []} for block, known in zip(blocks, frames, strict=True)]
             if rest := size - sum(block["size"] for block in of):  # the rest of a page that its blocks do not fill
                 end = {"address": address + size - rest, "size": rest, "requested_size": rest}
                 of.append({**end, "state": "inactive", "frames": []})
@@ -302,10 +298,9 @@ def _record_memory_history(
     Raises:
         ValueError: An argument is none of these.
     """
-    contexts = (None, "state", "alloc", "all")
     for name, value, allowed in (
         ("enabled", enabled, (None, "state", "all")),
-        ("context", context, contexts),
+        ("context", context, (None, "state", "alloc", "all")),
         ("stacks", stacks, ("python", "all")),
         *(("an action to skip", action, _ACTIONS) for action in skip_actions or ()),
     ):
@@ -319,7 +314,7 @@ def _record_memory_history(
     if clear_history:
         _C.clear_memory_history()
     on = enabled is not None
-    _C.record_memory_history(on, enabled == "all", contexts.index(context), stacks == "all", max_entries)
+    _C.record_memory_history(on, enabled == "all", context or "none", stacks == "all", max_entries)
 
 
 def _snapshot(device: torch.types.Device = None, augment_with_fx_traces: bool = False) -> dict[str, Any]:
@@ -333,8 +328,8 @@ def _snapshot(device: torch.types.Device = None, augment_with_fx_traces: bool = 
         trace = []
         if device is None or index == device_index(device):
             for action, address, size, free, stream, time_us, frames in _C.memory_history(index):
-                entry = {"action": _ACTIONS[action], "size": size, "stream": stream, "time_us": time_us}
-                entry |= {"device_free": free} if _ACTIONS[action] == "oom" else {"addr": address}
+                entry = {"action": action, "size": size, "stream": stream, "time_us": time_us}
+                entry |= {"device_free": free} if action == "oom" else {"addr": address}
                 if entry["action"] not in _history["skip_actions"]:
                     trace.append(entry | {"frames": frames or [], "segment_pool_id": (0, 0)})
         traces.append(trace)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from openreg_ops import _C
+from openreg_ops.identity import identity
 from openreg_ops.openreg.liveness import is_plain
 from openreg_ops.openreg.race_report import READ, Access, Span, Trace
 from openreg_ops.openreg.races import Call, Races, current_stream, dense_parts, traits_of
@@ -72,7 +73,7 @@ class SanitizerDispatchMode(TorchDispatchMode):
 
 def _is_python(func: torch._ops.OpOverload) -> bool:
     """Whether the program has replaced the device's kernel of an operator by a Python function."""
-    return f"{func.name().replace('::', '/')}/PrivateUse1" in torch.library._impls
+    return f"{func.name().replace('::', '/')}/{identity.dense}" in torch.library._impls
 
 
 def _backend(args: Any, kwargs: Any) -> torch._C.DispatchKeySet:
@@ -82,8 +83,8 @@ def _backend(args: Any, kwargs: Any) -> torch._C.DispatchKeySet:
     if key != DispatchKey.Undefined:
         return torch._C.DispatchKeySet(key)
     device = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.device)), None)
-    is_ours = device is not None and device.type == "openreg"
-    return torch._C.DispatchKeySet(DispatchKey.PrivateUse1 if is_ours else DispatchKey.CPU)
+    is_ours = device is not None and device.type == identity.name
+    return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(identity.dense if is_ours else "CPU"))
 
 
 class SanitizerFunctionMode(TorchFunctionMode):

@@ -16,7 +16,6 @@ from openreg_ops import _C
 
 __all__ = ["controlled", "others"]
 
-TIMED_OUT, WOKEN, OVER, DEADLOCKED = range(4)  # what _C.park_thread returns
 SLICE = 0.5  # seconds after which a thread that outlives its order checks whether the process ends
 
 _native_lock, _native_rlock = threading.Lock, threading.RLock
@@ -77,9 +76,9 @@ class _Waiter:
             elif waiters:
                 waiters.pop(0).wake()
             raise
-        if parked == DEADLOCKED and not _thread.adopted:
+        if parked == "deadlocked" and not _thread.adopted:
             raise _Over
-        if parked >= OVER:
+        if parked in ("over", "deadlocked"):
             self.outlive(timeout)
         return self.leave(waiters)
 

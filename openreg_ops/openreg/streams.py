@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
 
 from openreg_ops import _C
+from openreg_ops.identity import identity
 from openreg_ops.openreg.index import device_index
 
 __all__ = [
@@ -140,7 +140,7 @@ def current_stream(device: torch.types.Device = None) -> torch.Stream:
 
 def default_stream(device: torch.types.Device = None) -> torch.Stream:
     """The default stream of `device`, which every thread starts with."""
-    return torch.Stream(stream_id=0, device_index=device_index(device), device_type=int(DeviceType.PrivateUse1))
+    return torch.Stream(stream_id=0, device_index=device_index(device), device_type=identity.type)
 
 
 def set_stream(stream: torch.Stream | None) -> None:
@@ -182,7 +182,7 @@ def get_stream_from_external(data_ptr: int, device: torch.types.Device = None) -
         raise ValueError(
             f"get_stream_from_external: {data_ptr!r} is not a stream of openreg:{index}; pass a stream's native_handle"
         )
-    return torch.Stream(stream_id=data_ptr, device_index=index, device_type=int(DeviceType.PrivateUse1))
+    return torch.Stream(stream_id=data_ptr, device_index=index, device_type=identity.type)
 
 
 class ExternalStream(Stream):
@@ -199,7 +199,7 @@ class ExternalStream(Stream):
 
 def get_launch_mode() -> str:
     """Where work runs: "inline", "async" or "sync"; see `set_launch_mode`."""
-    return _MODES[_C.launch_mode()]
+    return _C.launch_mode()
 
 
 def set_launch_mode(mode: str) -> None:
@@ -224,7 +224,7 @@ def set_launch_mode(mode: str) -> None:
             f"set_launch_mode: torch.openreg.schedules needs mode {get_launch_mode()!r} while it tries the orders of a "
             f"program, but got {mode!r}; choose the mode outside the program"
         )
-    _C.set_launch_mode(_MODES.index(mode))
+    _C.set_launch_mode(mode)
 
 
 @contextlib.contextmanager
@@ -239,5 +239,5 @@ def launch_mode(mode: str) -> Iterator[None]:
 
 
 def _sleep(cycles: int) -> None:
-    """Keep the current stream busy for `cycles` nanoseconds, like ``torch.cuda._sleep``, to reproduce races."""
+    """Keep the current stream busy for `cycles` nanoseconds, like CUDA's, to reproduce races."""
     _C.sleep(device_index(), int(cycles))

@@ -16,14 +16,14 @@ from openreg_ops import _C
 
 __all__ = ["get_sync_debug_mode", "set_sync_debug_mode"]
 
-_MODES = ("default", "warn", "error")
+_MODES = ("default", "warn", "error")  # as PyTorch numbers them
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(each.__file__)) + os.sep for each in (torch, _C))
 _REMEDIES = {
     "aten::_local_scalar_dense": "keep the value in a tensor on the device, or read it after the loop",
     "aten::copy_": "pin the host memory and pass non_blocking=True",
     "Stream.synchronize": "let a stream wait for it with wait_stream(), or wait later",
 }
-_mode = 0  # the program's, while a tool listens
+_mode = "default"  # the program's, while a tool listens
 _listeners: list[Callable[[str], None]] = []
 _DATA_DEPENDENT = (
     "use a form that does not read device memory on the host, such as torch.where() for a mask, output_size= or "
@@ -46,8 +46,9 @@ def set_sync_debug_mode(debug_mode: int | str) -> None:
     Raises:
         RuntimeError: An unknown mode.
     """
-    mode = _MODES.index(debug_mode) if debug_mode in _MODES else debug_mode
-    if not isinstance(mode, int) or isinstance(mode, bool) or not 0 <= mode < len(_MODES):
+    numbered = isinstance(debug_mode, int) and not isinstance(debug_mode, bool) and 0 <= debug_mode < len(_MODES)
+    mode = _MODES[debug_mode] if numbered else debug_mode
+    if mode not in _MODES:
         raise RuntimeError(
             f"set_sync_debug_mode: invalid value of debug_mode, expected one of `default`, `warn`, `error` or 0, 1, 2, "
             f"but got {debug_mode!r}"
@@ -58,7 +59,7 @@ def set_sync_debug_mode(debug_mode: int | str) -> None:
 
 def get_sync_debug_mode() -> int:
     """The mode that `set_sync_debug_mode` has set: 0 (default), 1 (warn) or 2 (error)."""
-    return _C.sync_debug_mode()
+    return _MODES.index(_C.sync_debug_mode())
 
 
 def _users(frame: types.FrameType | None) -> types.FrameType | None:
@@ -84,7 +85,7 @@ def listening(listener: Callable[[str], None]) -> Iterator[None]:
     if not _listeners:
         _mode = _C.sync_debug_mode()
     _listeners.append(listener)
-    _C.set_sync_debug_mode(_MODES.index("error") if _mode == _MODES.index("error") else _MODES.index("warn"))
+    _C.set_sync_debug_mode("error" if _mode == "error" else "warn")
     try:
         yield
     finally:
@@ -97,7 +98,7 @@ def _report(operation: str) -> None:
     """Tell the tools about an operation that is about to wait, and warn or raise."""
     for listener in _listeners:
         listener(operation)
-    if _listeners and _mode == _MODES.index("default"):
+    if _listeners and _mode == "default":
         return
     node = torch._C._current_autograd_node()
     frame = _users(sys._getframe()) or _called_backward()  # autograd's threads have no user frames
@@ -108,7 +109,7 @@ def _report(operation: str) -> None:
         f"To avoid the wait, {_REMEDIES.get(operation, _DATA_DEPENDENT)}; "
         'torch.openreg.set_sync_debug_mode("default") permits it.'
     )
-    if _C.sync_debug_mode() == _MODES.index("error"):
+    if _C.sync_debug_mode() == "error":
         raise RuntimeError(message)
     if frame:
         registry = frame.f_globals.setdefault("__warningregistry__", {})

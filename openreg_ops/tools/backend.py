@@ -35,15 +35,18 @@ class Openreg(Backend):
 
     def has(self, op: str, key: str, kernel: Kernel) -> Has | None:
         """What the fallback does under its policies and routes, and which kernels are the CPU's."""
+        from openreg_ops import fallback
         from openreg_tools.dispatch import Has
 
-        if kernel.source == "backend fallback":
+        route = fallback._routed.get(op) if key == _identity().dense else None
+        if kernel.source == "backend fallback" or route == "fallback":  # denied, or forced
             return _fallen(op, key, kernel)
-        if "by openreg_ops.fallback" in kernel.where:  # denied, or forced
-            return _fallen(op, "PrivateUse1", kernel)
-        if "sharing the CPU's kernel" in kernel.where or "csrc/aten/direct.cpp" in kernel.where:
+        if route == "share" or _extension().kernel_kind(op, key) in ("boxed", "direct"):
             return Has("shared", "runs the CPU's kernel on device memory", kernel.where)
         return None
+
+    def is_derived(self, op: str, key: str) -> bool:
+        return _extension().kernel_kind(op, key) == "boxed"
 
     def policies(self) -> tuple[Any, ...]:
         from openreg_ops import fallback
@@ -105,11 +108,11 @@ class Openreg(Backend):
         return DIFFERENT
 
     def is_own(self, op: str) -> bool:
-        from openreg_tools import dispatch
+        from openreg_ops.cuda_operators import KERNELS
 
-        table = dispatch.kernels(op)
-        places = [table[key].where for key in ("PrivateUse1", "AutogradPrivateUse1") if key in table]
-        return any("csrc/aten" in place and "native.cpp" not in place and "fallback" not in place for place in places)
+        keys = (_identity().dense, _identity().autograd)
+        own = any(_extension().kernel_kind(op, key) in ("own", "direct") for key in keys)
+        return own and op.removeprefix("aten::") not in KERNELS  # compositions of PyTorch's operators
 
     def files(self) -> Iterable[Path]:
         return PACKAGE.glob("_*.so")
@@ -171,11 +174,17 @@ def _extension() -> Any:
     return _C
 
 
+def _identity() -> Any:
+    from openreg_ops.identity import identity
+
+    return identity
+
+
 def _fallen(op: str, key: str, found: Kernel) -> Has:
     """What the fallback does with an operator."""
     from openreg_tools.dispatch import Has
 
-    if key != "PrivateUse1":
+    if key != _identity().dense:
         return Has("refused", f"openreg has no kernel for {key}", found.where)
     name, _, overload = op.partition(".")
     runs, why = _extension().fallback_decision(name, overload)
@@ -212,7 +221,7 @@ def _devices(info: Info) -> None:
 
     count = _C.device_count()
     info.add("devices", count=count, isolation=isolation(_C))
-    if (name := torch._C._get_privateuse1_backend_name()) != "openreg":
+    if (name := torch._C._get_privateuse1_backend_name()) != _identity().name:
         info.problem(f"PrivateUse1 is named {name}", "a process has one PrivateUse1 backend: import openreg_ops alone")
     if not count:
         info.problem("there is no device", "set OPENREG_DEVICE_COUNT to at least 1")
@@ -232,7 +241,7 @@ def _settings(info: Info) -> None:
     fell = fallback.report()
     info.add(
         "switched on",
-        launch_mode=("inline", "async", "sync")[_C.launch_mode()],
+        launch_mode=_C.launch_mode(),
         fallback=f"{fallback.get_policy()}; {len(fell)} operators fell back so far",
         autograd_fallback=autograd_fallback.get_fallback_mode(),
         poison="on: new device memory holds NaN" if _C.poison() else "off",

@@ -41,6 +41,15 @@ def test_runtime_includes_no_torch_header():
         assert not re.findall(r"^#include <(?:torch|ATen|c10|caffe2|pybind11|Python)\b.*", path.read_text(), flags=re.M)
 
 
+def test_only_the_identity_names_the_device():
+    naming = []
+    for path in sorted(CSRC.rglob("*.*")):
+        code = re.sub(r"//.*", "", path.read_text())
+        if re.search("PrivateUse1", code) and path.parent != CSRC / "backend/identity":
+            naming.append(str(path.relative_to(CSRC)))
+    assert not naming
+
+
 def functions(text: str, inside: str = "") -> Iterator[tuple[str, bool]]:
     """The functions at namespace level and of classes, each with whether it has a body. Enough of C++ for our files."""
     text = re.sub(r"//.*|/\*.*?\*/|^#(?:.*\\\n)*.*", "", text, flags=re.M)

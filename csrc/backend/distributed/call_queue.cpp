@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <future>
+#include <memory>
 
 #include "runtime/process/interrupts.h"
 
@@ -17,7 +19,7 @@ struct Record {
   uint64_t rule; // its hash
   uint64_t unequal_parts;
   char text[496];
-  char summed[512]; // the elements of a small tensor
+  char summed[4096]; // the elements of a small tensor
 };
 
 uint64_t hash(const std::string& text) { // FNV-1a
@@ -51,26 +53,16 @@ CallQueue::~CallQueue() {
 }
 
 void CallQueue::push(CallDescription call, Begin begin, Fail fail) {
-  push(Entry{std::move(call), true, std::move(begin), std::move(fail)});
+  push(Entry{std::move(call), std::move(begin), std::move(fail)});
 }
 
 void CallQueue::run(const std::function<void()>& task) {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool done = false;
-  std::exception_ptr error;
-  auto finish = [&](std::exception_ptr with) {
-    std::lock_guard lock(mutex);
-    error = std::move(with);
-    done = true;
-    changed.notify_all();
-  };
-  push(Entry{{}, false, [&] { task(), finish(nullptr); }, finish});
-  detail::wait_freely(detail::Interrupt::kNever, [&](std::chrono::nanoseconds most) {
-    std::unique_lock lock(mutex);
-    return changed.wait_for(lock, most, [&] { return done; });
-  });
-  if (error) std::rethrow_exception(error);
+  auto call = std::make_shared<std::packaged_task<void()>>(task);
+  auto done = call->get_future();
+  push(Entry{std::nullopt, [call] { (*call)(); }, nullptr});
+  detail::wait_freely(detail::Interrupt::kNever,
+      [&](std::chrono::nanoseconds most) { return done.wait_for(most) == std::future_status::ready; });
+  done.get();
 }
 
 void CallQueue::push(Entry&& entry) {
@@ -91,7 +83,7 @@ void CallQueue::work() {
       entries_.pop_front();
     }
     try {
-      if (entry.compared) compare(entry.call);
+      if (entry.call) compare(*entry.call);
       entry.begin();
     } catch (...) {
       entry.fail(std::current_exception());

@@ -8,6 +8,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -49,8 +50,7 @@ class CallQueue {
 
  private:
   struct Entry {
-    CallDescription call;
-    bool compared;
+    std::optional<CallDescription> call; // compared, if there is one
     Begin begin;
     Fail fail;
   };

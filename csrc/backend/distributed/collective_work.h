@@ -3,16 +3,11 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <condition_variable>
 #include <exception>
-#include <memory>
-#include <mutex>
-#include <optional>
 #include <vector>
 
 #include "backend/distributed/collective_call.h"
-#include "runtime/graph/graph.h"
-#include "runtime/stream/stream.h"
+#include "runtime/stream/task.h"
 
 namespace openreg {
 
@@ -34,67 +29,25 @@ class StreamWork : public c10d::Work {
 };
 
 // The Work of one call on device tensors.
-class DeviceWork final : public StreamWork {
+class CollectiveWork : public StreamWork {
  public:
-  using Engine = c10::intrusive_ptr<c10d::Work>;
-
-  // A node of a graph is not `noticed`: the race detector knows what it uses.
-  DeviceWork(CollectiveCall call, c10d::OpType type, uint64_t number, bool noticed = true);
-  ~DeviceWork() override;
-
+  using StreamWork::StreamWork;
   // Follows the engine's work, which has begun.
-  void begin(Engine engine);
+  virtual void begin(c10::intrusive_ptr<c10d::Work> engine) = 0;
   // Completes a call that no engine follows: with its error, or null if it is done.
-  void end(const std::exception_ptr& error);
-
-  bool isCompleted() override;
-  bool isSuccess() const override;
-  std::exception_ptr exception() const override { return failure(); }
-  int sourceRank() const override { return begun() ? engine_->sourceRank() : -1; }
-  Tensors result() override { return call_.outputs; }
-  bool wait(std::chrono::milliseconds timeout) override;
-  void block(Stream stream, bool in_callback) override;
-  c10::DeviceIndex device() const override { return call_.device; }
-  void abort() override;
-  float getDuration() const override { return begun() ? engine_->getDuration() : Work::getDuration(); }
-  uint64_t getSequencenumber() const override { return number_; }
-
+  virtual void end(const std::exception_ptr& error) = 0;
   // Waits in a node of a graph, which keeps its stream's turn, so that no other work comes between it and the next
   // node.
-  void wait_in_replay();
-
+  virtual void wait_in_replay() = 0;
   // Names the ticket whose item is this collective, for Note [Schedules]. The item ends when finish_scheduled()
   // returns.
-  void set_scheduled(const Ticket& ticket) { scheduled_ = ticket; }
-  void finish_scheduled();
-
- private:
-  bool scheduled() const;
-  void land();
-  c10::intrusive_ptr<DeviceWork> self() { return c10::intrusive_ptr<DeviceWork>::reclaim_copy(this); }
-  bool begun() const;
-  bool ended() const;
-  std::exception_ptr failure() const;
-  void await_engine();
-  void wait_for_end(std::chrono::milliseconds timeout);
-  bool wait_a_while();
-  void wait_on_worker();
-  void arrive(Stream stream);
-  std::exception_ptr explained(const std::exception_ptr& error) const;
-
-  const CollectiveCall call_;
-  const uint64_t number_;
-  std::optional<Ticket> scheduled_;
-  mutable std::mutex ending_; // guards the next six
-  std::condition_variable end_;
-  Engine engine_;           // null until it has begun
-  bool has_future_ = false; // the engine tells when it ends
-  bool awaited_ = false;    // somebody waits for the engine
-  bool followed_ = false;   // a thread of await_engine() waits for the engine
-  bool ended_ = false;
-  std::exception_ptr error_; // why it did not begin, or failed
-  std::once_flag copied_;
+  virtual void set_scheduled(const Ticket& ticket) = 0;
+  virtual void finish_scheduled() = 0;
 };
+
+// Makes the Work of a call. A node of a graph is not `noticed`: the race detector knows what it uses.
+c10::intrusive_ptr<CollectiveWork> collective_work(
+    CollectiveCall call, c10d::OpType type, uint64_t number, bool noticed = true);
 
 // Makes the Work of calls that `stream` has just captured as a node of a graph.
 c10::intrusive_ptr<c10d::Work> captured_work(

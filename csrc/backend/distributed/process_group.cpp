@@ -88,7 +88,7 @@ struct CapturedCall {
   CollectiveCall call;
   OpType type;
   Stream stream;
-  std::function<void(const c10::intrusive_ptr<DeviceWork>&)> begin;
+  std::function<void(const c10::intrusive_ptr<CollectiveWork>&)> begin;
 };
 
 struct DistributedBackend::Coalesced {
@@ -123,7 +123,7 @@ Work DistributedBackend::collective(CollectiveCall&& call, OpType type, CallDesc
 
 // Passes a collective to the queue.
 void DistributedBackend::enqueue(
-    const c10::intrusive_ptr<DeviceWork>& work, CallDescription description, const Start& start) {
+    const c10::intrusive_ptr<CollectiveWork>& work, CallDescription description, const Start& start) {
   const bool summed = description.summed.defined();
   queue_->push(
       std::move(description), [work, start, summed] { summed ? work->end(nullptr) : work->begin(start()); },
@@ -146,7 +146,7 @@ Work DistributedBackend::collective(
     };
     return coalesce(capture({{std::move(call), type, stream, begin}}), async);
   }
-  const auto work = c10::make_intrusive<DeviceWork>(std::move(call), type, ++sequence_number_);
+  const auto work = collective_work(std::move(call), type, ++sequence_number_);
   if (detail::scheduled())
     work->set_scheduled(detail::queue_collective(
         stream,
@@ -174,10 +174,10 @@ Work DistributedBackend::capture(std::vector<CapturedCall> calls) {
     std::ranges::move(std::exchange(captured.call.uses, {}), std::back_inserter(uses));
   }
   auto node = [backend = c10::intrusive_ptr<DistributedBackend>::reclaim_copy(this), calls = std::move(calls)] {
-    std::vector<c10::intrusive_ptr<DeviceWork>> works;
+    std::vector<c10::intrusive_ptr<CollectiveWork>> works;
     for (const CapturedCall& captured : calls) {
       captured.call.copy_to_hosts();
-      works.push_back(c10::make_intrusive<DeviceWork>(
+      works.push_back(collective_work(
           CollectiveCall(captured.call.name), captured.type, backend->sequence_number_, /*noticed=*/false));
       captured.begin(works.back());
     }
@@ -206,7 +206,7 @@ Work DistributedBackend::point_to_point(CollectiveCall&& call, OpType type, cons
     coalesced_->exchanges.push_back(std::move(captured)); // a receive before a send must not wait for it
     return {};
   }
-  const auto work = c10::make_intrusive<DeviceWork>(std::move(call), type, sequence_number_);
+  const auto work = collective_work(std::move(call), type, sequence_number_);
   openreg::run(stream, [&] { work->begin(start()); }, site);
   return coalesce(work, false);
 }
@@ -235,9 +235,8 @@ Work DistributedBackend::endCoalescing() {
 
 Work DistributedBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   CollectiveCall call({"broadcast", rank_, size_});
-  auto hosts = call.output(tensors);
   return collective(std::move(call), OpType::BROADCAST, describe(call.name, tensors, root_of(opts)), opts,
-      &Backend::broadcast, hosts);
+      &Backend::broadcast, call.output(tensors));
 }
 
 Work DistributedBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -255,23 +254,21 @@ Work DistributedBackend::allreduce(Tensors& tensors, const c10d::AllreduceOption
 Work DistributedBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   CollectiveCall call({"allreduce_sparse", rank_, size_});
   call.sparse = true;
-  auto hosts = call.output(tensors);
   return collective(std::move(call), OpType::_ALLREDUCE_SPARSE, describe(call.name, tensors, name_of(opts.reduceOp)),
-      opts, &Backend::allreduce_sparse, hosts);
+      opts, &Backend::allreduce_sparse, call.output(tensors));
 }
 
 Work DistributedBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
   CollectiveCall call({"allreduce_coalesced", rank_, size_});
-  auto hosts = call.output(tensors);
   return collective(std::move(call), OpType::ALLREDUCE_COALESCED, describe(call.name, tensors, name_of(opts.reduceOp)),
-      opts, &Backend::allreduce_coalesced, hosts);
+      opts, &Backend::allreduce_coalesced, call.output(tensors));
 }
 
 Work DistributedBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   CollectiveCall call({"reduce", rank_, size_});
-  auto hosts = call.output(tensors);
   return collective(std::move(call), OpType::REDUCE,
-      describe(call.name, tensors, name_of(opts.reduceOp) + ", " + root_of(opts)), opts, &Backend::reduce, hosts);
+      describe(call.name, tensors, name_of(opts.reduceOp) + ", " + root_of(opts)), opts, &Backend::reduce,
+      call.output(tensors));
 }
 
 Work DistributedBackend::allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
@@ -379,20 +376,18 @@ Work DistributedBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d:
 
 Work DistributedBackend::send(Tensors& tensors, int to, int tag) {
   CollectiveCall call({"send", rank_, size_});
-  auto hosts = call.input(tensors);
-  return point_to_point(std::move(call), OpType::SEND, engine_call(&Backend::send, hosts, to, tag));
+  return point_to_point(std::move(call), OpType::SEND, engine_call(&Backend::send, call.input(tensors), to, tag));
 }
 
 Work DistributedBackend::recv(Tensors& tensors, int from, int tag) {
   CollectiveCall call({"recv", rank_, size_});
-  auto hosts = call.output(tensors);
-  return point_to_point(std::move(call), OpType::RECV, engine_call(&Backend::recv, hosts, from, tag));
+  return point_to_point(std::move(call), OpType::RECV, engine_call(&Backend::recv, call.output(tensors), from, tag));
 }
 
 Work DistributedBackend::recvAnysource(Tensors& tensors, int tag) {
   CollectiveCall call({"recvAnysource", rank_, size_});
-  auto hosts = call.output(tensors);
-  return point_to_point(std::move(call), OpType::RECVANYSOURCE, engine_call(&Backend::recvAnysource, hosts, tag));
+  return point_to_point(
+      std::move(call), OpType::RECVANYSOURCE, engine_call(&Backend::recvAnysource, call.output(tensors), tag));
 }
 
 // Waits for the current stream of the device that the options name, or of the current device.

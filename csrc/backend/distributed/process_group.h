@@ -17,7 +17,7 @@
 namespace openreg {
 
 class CollectiveCall;
-class DeviceWork;
+class CollectiveWork;
 struct CapturedCall;
 
 // Note [Distributed]
@@ -93,7 +93,7 @@ class DistributedBackend final : public c10d::Backend {
       Function function, Hosts... hosts);
   Work collective(
       CollectiveCall&& call, c10d::OpType type, CallDescription description, bool async, const Start& start);
-  void enqueue(const c10::intrusive_ptr<DeviceWork>& work, CallDescription description, const Start& start);
+  void enqueue(const c10::intrusive_ptr<CollectiveWork>& work, CallDescription description, const Start& start);
   Work capture(std::vector<CapturedCall> calls);
   Work point_to_point(CollectiveCall&& call, c10d::OpType type, const Start& start);
   Work coalesce(const Work& work, bool async);

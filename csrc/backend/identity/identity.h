@@ -1,4 +1,4 @@
-// What PyTorch knows the device by: the only place that names it.
+// The names by which PyTorch knows the device. No other file has them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,22 +21,23 @@ struct Identity {
   c10::BackendComponent backend;
   c10::DispatchKey dense, sparse, sparse_csr, quantized, nested; // a key for each layout
   c10::DispatchKey autograd, autocast;
-  const char* name;   // in torch.device("name")
-  const char* module; // torch.MODULE
+  const char* name;   // as in torch.device(name)
+  const char* module; // as in torch.module.synchronize()
 };
 
 // Each library has a copy, so that reading a member takes one instruction.
 __attribute__((visibility("default"))) Identity choose_identity() noexcept;
 inline const Identity identity = choose_identity();
 
-// Computing a set from a key takes as long as a few checks of a kernel, so these are made once.
+// Sets that are made once, because computing one from a key takes as long as a few checks of a kernel. kAutocast has
+// the keys of autocast, and kAboveBackend those of all layers above the backend, which have already run when a kernel
+// of the backend runs.
 inline const c10::DispatchKeySet kDense(identity.dense), kBackend(identity.backend);
 inline const c10::DispatchKeySet kAutocast =
     c10::DispatchKeySet(identity.autocast) | c10::DispatchKeySet(c10::DispatchKey::AutocastCPU);
-// Autograd and autocast have already run when a kernel of the backend runs.
 inline const c10::DispatchKeySet kAboveBackend = c10::autograd_dispatch_keyset_with_ADInplaceOrView | kAutocast;
 
-// Sets what torch.autograd.profiler calls for the device.
+// Sets the functions that torch.autograd.profiler calls for the device.
 void register_profiler(torch::profiler::impl::ProfilerStubs* stubs);
 
 inline c10::Device device_at(int index) {
@@ -46,14 +47,14 @@ inline c10::Device device_at(int index) {
 inline bool on_device(c10::Device device) {
   return device.type() == identity.type;
 }
-// Returns false for an undefined tensor.
+// Returns true for a tensor on the device, and false for an undefined one.
 inline bool on_device(const at::TensorBase& x) {
   return x.defined() && on_device(x.device());
 }
 
 } // namespace openreg
 
-// TORCH_LIBRARY_IMPL() for a key of the device, such as dense or autograd.
+// Works like TORCH_LIBRARY_IMPL() for a key of the device, such as dense or autograd.
 #define OPENREG_LIBRARY_IMPL(ns, key, m) OPENREG_LIBRARY_IMPL_(ns, key, m, C10_UID)
 #define OPENREG_LIBRARY_IMPL_(ns, key, m, uid)                                                                       \
   static void C10_CONCATENATE(openreg_library_impl_##ns##_##key##_, uid)(torch::Library&);                           \
