@@ -9,13 +9,24 @@ from __future__ import annotations
 import torch
 
 from openreg_ops import _C
-from openreg_ops.cuda_operators import attention, int4, others, products, semi_structured
+from openreg_ops.cuda_operators import attention, batch_norm, cells, int4, others, products, semi_structured
 from openreg_ops.cuda_operators.missing import MISSING
 from openreg_ops.cuda_operators.registry import KERNELS, without_autocast
 from openreg_ops.identity import identity
 from openreg_ops.imports import after_import
 
-__all__ = ["KERNELS", "MISSING", "attention", "int4", "others", "products", "register", "semi_structured"]
+__all__ = [
+    "KERNELS",
+    "MISSING",
+    "attention",
+    "batch_norm",
+    "cells",
+    "int4",
+    "others",
+    "products",
+    "register",
+    "semi_structured",
+]
 
 _library = torch.library.Library("aten", "IMPL", identity.dense)
 

@@ -10,7 +10,7 @@ import torch
 
 from openreg_ops.identity import identity
 
-__all__ = ["KERNELS", "expect", "kernel", "without_autocast"]
+__all__ = ["KERNELS", "dtype_name", "expect", "expect_tensor", "kernel", "without_autocast"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -45,3 +45,13 @@ def expect(condition: bool, message: str, error: type[Exception] = RuntimeError)
     """Raise the error that CUDA raises if the condition does not hold."""
     if not condition:
         raise error(message)
+
+
+def expect_tensor(op: str, name: str, x: torch.Tensor | None) -> None:
+    """Raise unless the argument is a tensor."""
+    expect(x is not None, f"{op}: expected {name} to be a tensor, but got None")
+
+
+def dtype_name(x: torch.Tensor) -> str:
+    """The dtype as C++ names it, such as "Float"."""
+    return x.type().rpartition(".")[2].removesuffix("Tensor")

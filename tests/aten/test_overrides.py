@@ -253,20 +253,6 @@ def test_packed_batch_sizes_are_on_the_host():
                        torch.ones(1, 2, 5, device="openreg"), w, False, 1, 0.0, False, False)  # fmt: skip
 
 
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
-def test_fused_cells_gradcheck(cell):
-    def double(*shape):
-        return torch.randn(*shape, dtype=torch.double, device="openreg", requires_grad=True)
-
-    if cell == "lstm":
-        inputs = (double(2, 12), double(2, 12), double(2, 3), double(12), double(12))
-        function = lambda *a: torch.ops.aten._thnn_fused_lstm_cell(*a)[:2]  # noqa: E731
-    else:
-        inputs = (double(2, 9), double(2, 9), double(2, 3), double(9), double(9))
-        function = lambda *a: torch.ops.aten._thnn_fused_gru_cell(*a)[0]  # noqa: E731
-    assert torch.autograd.gradcheck(function, inputs)
-
-
 # ---- a stub, an autograd override, a composite override ----
 
 
@@ -461,59 +447,7 @@ def test_native_dropout_refuses_a_bad_probability():
         torch.native_dropout(torch.ones(2, device="openreg"), 2.0, True)
 
 
-# ---- batch normalization over several processes: tests/backend/test_distributed.py runs SyncBatchNorm ----
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_batch_norm_by_parts(dtype, layout):
-    x, grad = (torch.randn(6, 3, 4, 5, dtype=dtype).to(memory_format=layout) + 2 for _ in range(2))
-    weight, bias, running_mean, running_var = (torch.rand(3, dtype=dtype) + 0.5 for _ in range(4))
-    wide = [t.to(torch.float64, copy=True).requires_grad_() for t in (x, weight, bias)]
-    means, variances = (t.to(torch.float64, copy=True) for t in (running_mean, running_var))
-    expected = F.batch_norm(wide[0], means, variances, *wide[1:], training=True, momentum=0.3, eps=1e-3)
-    expected.backward(grad.double())
-
-    parts, grads = (t.to("openreg").split([2, 4]) for t in (x, grad))
-    weight, bias, running_mean, running_var = (t.to("openreg") for t in (weight, bias, running_mean, running_var))
-    statistics = [torch.batch_norm_stats(part, 1e-3) for part in parts]
-    counts = torch.tensor([40, 80], device="openreg")
-    mean, invstd = torch.batch_norm_gather_stats_with_counts(
-        x.to("openreg"), *map(torch.stack, zip(*statistics, strict=True)), running_mean, running_var, 0.3, 1e-3, counts
-    )
-    assert mean.dtype == invstd.dtype == (torch.float32 if dtype.itemsize == 2 else dtype)
-    loose = {"rtol": 2e-2, "atol": 2e-2} if dtype.itemsize == 2 else {"rtol": 1e-4, "atol": 1e-4}
-
-    def assert_same(got, expected):
-        assert got.is_openreg
-        assert_close(got.cpu().double(), expected, **loose)
-
-    assert_same(running_mean, means)
-    assert_same(running_var, variances)
-    results = [torch.batch_norm_elemt(part, weight, bias, mean, invstd, 1e-3) for part in parts]
-    assert all(y.dtype == dtype and y.is_contiguous(memory_format=layout) for y in results)
-    assert_same(torch.cat(results), expected.detach())
-    out = torch.empty_like(parts[0])
-    torch.batch_norm_elemt(parts[0], weight, bias, mean, invstd, 1e-3, out=out)
-    assert out.equal(results[0])
-    sums = [
-        torch.batch_norm_backward_reduce(*each, mean, invstd, weight, True, True, True)
-        for each in zip(grads, parts, strict=True)
-    ]
-    assert_same(sums[0][2] + sums[1][2], wide[1].grad)
-    assert_same(sums[0][3] + sums[1][3], wide[2].grad)
-    both = sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]
-    got = [
-        torch.batch_norm_backward_elemt(*each, mean, invstd, weight, *both, counts.int())
-        for each in zip(grads, parts, strict=True)
-    ]
-    assert_same(torch.cat(got), wide[0].grad)
-    even = torch.batch_norm_gather_stats(parts[0], mean[None], invstd[None], None, None, 0.3, 1e-3, 120)
-    assert_close(even, (mean, invstd))
-    with pytest.raises(RuntimeError, match=r"batch_norm_stats: expected an input \[N, C, ...\], but got one of 1 dim"):
-        torch.batch_norm_stats(weight, 1e-3)
-    with pytest.raises(RuntimeError, match="a count for each process, but got"):
-        torch.batch_norm_gather_stats_with_counts(x.to("openreg"), mean, invstd, None, None, 0.3, 1e-3, counts)
+# ---- errors of cells ----
 
 
 @pytest.mark.parametrize("cell", ["lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"])

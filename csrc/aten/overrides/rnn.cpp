@@ -1,7 +1,7 @@
 // Recurrent networks. PyTorch's composites compute a cell on the CPU with linear() and pointwise operators, and on
 // every other device with the fused cells, which only CUDA has. The composites here work like the CPU's, so results are
-// equal. The fused cells are for direct callers: under torch.func, autocast and compilation the composites are
-// PyTorch's.
+// equal. Under torch.func, autocast and compilation the composites are PyTorch's, which call the fused cells of
+// openreg_ops/cuda_operators/cells.py.
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
@@ -20,10 +20,8 @@
 #include <ATen/ops/relu.h>
 #include <ATen/ops/rnn_relu_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/rnn_tanh_compositeimplicitautograd_dispatch.h>
-#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tanh.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -37,109 +35,6 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 using OptionalTensor = std::optional<Tensor>;
-
-bool is_given(const OptionalTensor& x) {
-  return x && x->defined();
-}
-
-// ---- the fused cells ----
-
-// Checks the other arguments against the first, `like`: a floating-point dtype, the same for all, and one device.
-void check_like(const char* op, const char* name, const Tensor& x, at::IntArrayRef shape, const Tensor& like) {
-  TORCH_CHECK(x.defined(), op, ": expected ", name, " to be a tensor, but got None");
-  const auto type = like.scalar_type();
-  TORCH_CHECK(type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16, op,
-      ": expected floating-point tensors, but got ", type, "; convert them with .to()");
-  TORCH_CHECK(x.device() == like.device(), op, ": expected every tensor on ", like.device(), ", but ", name, " is on ",
-      x.device(), "; move it with .to()");
-  TORCH_CHECK(x.scalar_type() == type, op, ": expected every tensor of ", type, ", but ", name, " is of ",
-      x.scalar_type(), "; convert it with .to()");
-  TORCH_CHECK(x.sizes() == shape, op, ": expected ", name, " of shape ", shape, ", but got ", x.sizes());
-}
-
-void check_two_dimensions(const char* op, const char* name, const Tensor& x) {
-  TORCH_CHECK(x.defined(), op, ": expected ", name, " to be a tensor, but got None");
-  TORCH_CHECK(x.dim() == 2, op, ": expected ", name, " of two dimensions, but got shape ", x.sizes());
-}
-
-void check_cell(const char* op, int64_t count, const Tensor& input_gates, const Tensor& hidden_gates,
-    const Tensor& hidden, const OptionalTensor& input_bias, const OptionalTensor& hidden_bias) {
-  check_two_dimensions(op, "input_gates", input_gates);
-  const int64_t rows = input_gates.size(0), columns = input_gates.size(1);
-  TORCH_CHECK(columns % count == 0, op, ": expected input_gates of ", count,
-      " equal parts side by side, but got shape ", input_gates.sizes());
-  check_like(op, "input_gates", input_gates, input_gates.sizes(), input_gates);
-  check_like(op, "hidden_gates", hidden_gates, input_gates.sizes(), input_gates);
-  check_like(op, "the hidden state", hidden, {rows, columns / count}, input_gates);
-  TORCH_CHECK(is_given(input_bias) == is_given(hidden_bias), op, ": expected two biases or none, but got one");
-  if (!is_given(input_bias)) return;
-  check_like(op, "input_bias", *input_bias, {columns}, input_gates);
-  check_like(op, "hidden_bias", *hidden_bias, {columns}, input_gates);
-}
-
-Tensor add_bias(const Tensor& gates, const OptionalTensor& bias) {
-  return is_given(bias) ? gates + *bias : gates;
-}
-
-// hy, cy and the activated gates (i, f, g, o side by side), which backward needs.
-std::tuple<Tensor, Tensor, Tensor> fused_lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates,
-    const Tensor& cx, const OptionalTensor& input_bias, const OptionalTensor& hidden_bias) {
-  check_cell("_thnn_fused_lstm_cell", 4, input_gates, hidden_gates, cx, input_bias, hidden_bias);
-  const auto gates = (add_bias(input_gates, input_bias) + add_bias(hidden_gates, hidden_bias)).chunk(4, 1);
-  const auto i = at::sigmoid(gates[0]), f = at::sigmoid(gates[1]), g = at::tanh(gates[2]), o = at::sigmoid(gates[3]);
-  const auto cy = f * cx + i * g;
-  return {o * at::tanh(cy), cy, at::cat({i, f, g, o}, 1)};
-}
-
-// Gradients of the four gates before activation, of cx, and of one bias.
-std::tuple<Tensor, Tensor, Tensor> fused_lstm_cell_backward(const OptionalTensor& grad_hy,
-    const OptionalTensor& grad_cy, const Tensor& cx, const Tensor& cy, const Tensor& workspace, bool has_bias) {
-  constexpr const char* op = "_thnn_fused_lstm_cell_backward_impl";
-  const bool from_hy = is_given(grad_hy), from_cy = is_given(grad_cy);
-  if (!from_hy && !from_cy) return {};
-  check_two_dimensions(op, "cx", cx);
-  check_like(op, "cx", cx, cx.sizes(), cx);
-  check_like(op, "cy", cy, cx.sizes(), cx);
-  check_like(op, "workspace", workspace, {cx.size(0), 4 * cx.size(1)}, cx);
-  if (from_hy) check_like(op, "grad_hy", *grad_hy, cx.sizes(), cx);
-  if (from_cy) check_like(op, "grad_cy", *grad_cy, cx.sizes(), cx);
-  const auto gates = workspace.chunk(4, 1);
-  const auto &i = gates[0], &f = gates[1], &g = gates[2], &o = gates[3];
-  const auto tanh_cy = at::tanh(cy);
-  Tensor dc = from_cy ? *grad_cy : at::zeros_like(cy);
-  if (from_hy) dc = dc + *grad_hy * o * (1 - tanh_cy * tanh_cy);
-  const Tensor dO = from_hy ? *grad_hy * tanh_cy * o * (1 - o) : at::zeros_like(o);
-  const auto d = at::cat({dc * g * i * (1 - i), dc * cx * f * (1 - f), dc * i * (1 - g * g), dO}, 1);
-  return {d, dc * f, has_bias ? d.sum(0) : Tensor()};
-}
-
-// hy, and r, z, n, hx and the hidden part of n side by side.
-std::tuple<Tensor, Tensor> fused_gru_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx,
-    const OptionalTensor& input_bias, const OptionalTensor& hidden_bias) {
-  check_cell("_thnn_fused_gru_cell", 3, input_gates, hidden_gates, hx, input_bias, hidden_bias);
-  const auto in = add_bias(input_gates, input_bias).chunk(3, 1),
-             hidden = add_bias(hidden_gates, hidden_bias).chunk(3, 1);
-  const auto r = at::sigmoid(in[0] + hidden[0]), z = at::sigmoid(in[1] + hidden[1]),
-             n = at::tanh(in[2] + r * hidden[2]);
-  return {n + z * (hx - n), at::cat({r, z, n, hx, hidden[2]}, 1)};
-}
-
-// Gradients of the input gates, the hidden gates, hx, and both biases.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fused_gru_cell_backward(
-    const Tensor& grad_hy, const Tensor& workspace, bool has_bias) {
-  constexpr const char* op = "_thnn_fused_gru_cell_backward";
-  check_two_dimensions(op, "grad_hy", grad_hy);
-  check_like(op, "grad_hy", grad_hy, grad_hy.sizes(), grad_hy);
-  check_like(op, "workspace", workspace, {grad_hy.size(0), 5 * grad_hy.size(1)}, grad_hy);
-  const auto saved = workspace.chunk(5, 1);
-  const auto &r = saved[0], &z = saved[1], &n = saved[2], &hx = saved[3], &hidden_n = saved[4];
-  const auto dn = grad_hy * (1 - z) * (1 - n * n), dz = grad_hy * (hx - n) * z * (1 - z),
-             dr = dn * hidden_n * r * (1 - r);
-  const auto in = at::cat({dr, dz, dn}, 1), hidden = at::cat({dr, dz, dn * r}, 1);
-  return {in, hidden, grad_hy * z, has_bias ? in.sum(0) : Tensor(), has_bias ? hidden.sum(0) : Tensor()};
-}
-
-// ---- the composites, as the CPU computes them ----
 
 enum class Cell { kLstm, kGru, kTanh, kRelu };
 
@@ -214,9 +109,9 @@ State narrow(const State& state, int64_t begin, int64_t end) {
 
 State concatenate(const std::vector<State>& states) {
   std::vector<Tensor> h, c;
-  for (const State& each : states) {
-    h.push_back(each.h);
-    if (each.c.defined()) c.push_back(each.c);
+  for (const State& state : states) {
+    h.push_back(state.h);
+    if (state.c.defined()) c.push_back(state.c);
   }
   return {at::cat(h, 0), c.empty() ? Tensor() : at::cat(c, 0)};
 }
@@ -227,15 +122,16 @@ std::pair<Tensor, State> padded(Cell cell, const Tensor& data, const State& firs
   TORCH_CHECK(!steps.empty(), "Expected sequence length to be larger than 0 in RNN");
   if (reverse) std::reverse(steps.begin(), steps.end());
   State state = first;
-  for (Tensor& each : steps) {
-    state = step(cell, each, state, w);
-    each = state.h;
+  for (Tensor& output : steps) {
+    state = step(cell, output, state, w);
+    output = state.h;
   }
   if (reverse) std::reverse(steps.begin(), steps.end());
   return {at::stack(steps, 0), state};
 }
 
-// The same for a packed sequence: sequences end during a forward pass, and join during a backward pass.
+// One direction of one layer for a packed sequence: sequences end during a forward pass, and join during a backward
+// pass.
 std::pair<Tensor, State> packed(
     Cell cell, const RnnSequence& sequence, const State& first, const Weights& w, bool reverse) {
   const Tensor input = at::linear(sequence.data, w.ih, w.ih_bias);
@@ -272,12 +168,12 @@ std::pair<Tensor, State> packed(
 }
 
 std::vector<Weights> weights_of(TensorList params, bool has_biases, bool has_projections) {
-  const size_t each = 2 + (has_biases ? 2 : 0) + (has_projections ? 1 : 0);
-  TORCH_CHECK(params.size() % each == 0, "got an incorrect number of RNN parameters");
+  const size_t count = 2 + (has_biases ? 2 : 0) + (has_projections ? 1 : 0);
+  TORCH_CHECK(params.size() % count == 0, "got an incorrect number of RNN parameters");
   std::vector<Weights> all;
-  for (size_t i = 0; i < params.size(); i += each)
+  for (size_t i = 0; i < params.size(); i += count)
     all.push_back({params[i], params[i + 1], has_biases ? params[i + 2] : Tensor(),
-        has_biases ? params[i + 3] : Tensor(), has_projections ? params[i + each - 1] : Tensor()});
+        has_biases ? params[i + 3] : Tensor(), has_projections ? params[i + count - 1] : Tensor()});
   return all;
 }
 
@@ -321,7 +217,7 @@ RnnSequence packed_sequence(const char* op, const Tensor& data, const Tensor& ba
 
 std::vector<State> states_of(const Tensor& h, const Tensor& c = {}) {
   std::vector<State> all;
-  for (const Tensor& each : h.unbind(0)) all.push_back({each, {}});
+  for (const Tensor& layer : h.unbind(0)) all.push_back({layer, {}});
   if (!c.defined()) return all;
   const auto cells = c.unbind(0);
   TORCH_CHECK(cells.size() == all.size(), "lstm: expected as many cell states as hidden states, but got ", cells.size(),
@@ -332,7 +228,7 @@ std::vector<State> states_of(const Tensor& h, const Tensor& c = {}) {
 
 Tensor stacked(const std::vector<State>& states, Tensor State::* member) {
   std::vector<Tensor> all;
-  for (const State& each : states) all.push_back(each.*member);
+  for (const State& state : states) all.push_back(state.*member);
   return at::stack(all, 0);
 }
 
@@ -340,7 +236,7 @@ bool mkldnn_supports(const char* op) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(op, "").typed<bool()>().call();
 }
 
-// Whether oneDNN computes this LSTM on the CPU. Its kernel trusts the shapes.
+// Returns true if oneDNN computes this LSTM on the CPU. Its kernel trusts the shapes.
 bool uses_mkldnn(
     const Tensor& input, TensorList hx, TensorList params, bool has_biases, int64_t num_layers, bool bidirectional) {
   static const bool bfloat16 = at::hasMKLDNN() && mkldnn_supports("mkldnn::_is_mkldnn_bf16_supported"),
@@ -354,17 +250,17 @@ bool uses_mkldnn(
   const auto fits = [type](const Tensor& x, at::IntArrayRef shape) {
     return x.defined() && x.layout() == at::kStrided && x.scalar_type() == type && x.sizes() == shape;
   };
-  const int64_t directions = bidirectional ? 2 : 1, hidden = hx[0].size(2), each = has_biases ? 4 : 2;
+  const int64_t directions = bidirectional ? 2 : 1, hidden = hx[0].size(2), weights = has_biases ? 4 : 2;
   const auto& batch = hx[0].sizes();
   if (batch[0] != num_layers * directions || !fits(hx[0], batch) || !fits(hx[1], batch) ||
-      static_cast<int64_t>(params.size()) != num_layers * directions * each)
+      static_cast<int64_t>(params.size()) != num_layers * directions * weights)
     return false;
-  for (size_t i = 0; i < params.size(); i += static_cast<size_t>(each)) {
-    const bool first = static_cast<int64_t>(i) < each * directions;
+  for (size_t i = 0; i < params.size(); i += static_cast<size_t>(weights)) {
+    const bool first = static_cast<int64_t>(i) < weights * directions;
     if (!fits(params[i], {4 * hidden, first ? input.size(2) : hidden * directions}) ||
         !fits(params[i + 1], {4 * hidden, hidden}))
       return false;
-    for (size_t k = 2; k < static_cast<size_t>(each); ++k)
+    for (size_t k = 2; k < static_cast<size_t>(weights); ++k)
       if (!fits(params[i + k], {4 * hidden})) return false;
   }
   return true;
@@ -372,11 +268,11 @@ bool uses_mkldnn(
 
 void check_lstm_states(TensorList hx) {
   TORCH_CHECK(hx.size() == 2, "lstm expects two hidden states");
-  for (const Tensor& each : hx) {
+  for (const Tensor& state : hx) {
     constexpr const char* expected = "lstm: expected hidden states [layers, N, H], but got ";
-    TORCH_CHECK(each.defined(), expected, "None");
-    TORCH_CHECK_INDEX(each.dim() >= 3, expected, "shape ", each.sizes()); // the type of the CPU's error
-    TORCH_CHECK(each.dim() == 3, expected, "shape ", each.sizes());
+    TORCH_CHECK(state.defined(), expected, "None");
+    TORCH_CHECK_INDEX(state.dim() >= 3, expected, "shape ", state.sizes()); // the type of the CPU's error
+    TORCH_CHECK(state.dim() == 3, expected, "shape ", state.sizes());
   }
 }
 
@@ -461,9 +357,10 @@ void check_step(const char* op, int64_t count, const Tensor& input, TensorList h
   // Where PyTorch's composites read the size of a dimension that is missing, they raise IndexError. From 2.15 on, they
   // check the dimensions of the input and of the hidden states first.
   const auto check_dimensions = [op](const char* name, const Tensor& x, bool checked = false) {
-    TORCH_CHECK_INDEX(checked || !x.defined() || x.dim() >= 2, op, ": expected ", name,
-        " of two dimensions, but got shape ", x.sizes());
-    check_two_dimensions(op, name, x);
+    TORCH_CHECK(x.defined(), op, ": expected ", name, " to be a tensor, but got None");
+    TORCH_CHECK_INDEX(
+        checked || x.dim() >= 2, op, ": expected ", name, " of two dimensions, but got shape ", x.sizes());
+    TORCH_CHECK(x.dim() == 2, op, ": expected ", name, " of two dimensions, but got shape ", x.sizes());
   };
   constexpr bool checked = OPENREG_TORCH_AT_LEAST(2, 15);
   check_dimensions("input", input, checked);
@@ -529,10 +426,6 @@ void register_composites(torch::Library& m) {
 } // namespace
 
 OPENREG_LIBRARY_IMPL(aten, dense, m) {
-  m.impl("_thnn_fused_lstm_cell", fused_lstm_cell);
-  m.impl("_thnn_fused_lstm_cell_backward_impl", fused_lstm_cell_backward);
-  m.impl("_thnn_fused_gru_cell", fused_gru_cell);
-  m.impl("_thnn_fused_gru_cell_backward", fused_gru_cell_backward);
   register_composites(m);
 }
 // Composites differentiate through their parts, so autograd uses the same ones.
