@@ -1,5 +1,5 @@
-// native_dropout has no Generator argument, so the shared CPU kernel would advance the CPU's generator; here the
-// numbers come from the device's generator. Otherwise the same as ATen's CPU kernel.
+// native_dropout as operators that have unboxed kernels: the boxed kernel draws the same numbers, but takes 1.2 times
+// as long for a small tensor.
 #include <ATen/ops/bernoulli.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>

@@ -1,5 +1,4 @@
 // histc of integers, which CUDA supports and the CPU rejects: counted exactly, in integers.
-#include <ATen/native/Resize.h>
 #include <ATen/Dispatch.h>
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/empty.h>
@@ -13,6 +12,7 @@
 
 #include "aten/boxed.h"
 #include "aten/traits/cuda_rules.h"
+#include "aten/traits/wider_dtypes.h"
 #include "backend/identity/identity.h"
 #include "backend/sync_debug.h"
 
@@ -81,9 +81,7 @@ at::Tensor& histc_out(
       "; move one with .to()");
   TORCH_CHECK(out.scalar_type() == self.scalar_type(), "histc: expected out of dtype ", self.scalar_type(),
       ", the dtype of self, but got ", out.scalar_type());
-  const at::Tensor counts = integers(self, bins, min, max); // before out, which may be self, changes
-  at::native::resize_output(out, counts.sizes());
-  return out.copy_(counts);
+  return write_out("histc", integers(self, bins, min, max), out);
 }
 
 } // namespace

@@ -10,7 +10,7 @@ namespace openreg {
 namespace {
 
 at::Tensor& ldexp_out(const at::Tensor& self, const at::Tensor& other, at::Tensor& out) {
-  // As every elementwise operator.
+  // Every elementwise operator checks this.
   at::assert_no_internal_overlap(out);
   if (!out.is_same(self)) at::assert_no_partial_overlap(out, self);
   const at::Tensor result = at::ldexp(self, other); // before out, which may be an argument, changes

@@ -16,7 +16,7 @@ at::Tensor without_nan(const at::Tensor& self) {
   return at::where(at::isnan(self), at::Scalar(0), self);
 }
 
-// Whether the sum is complex: it has the dtype of self unless one is given.
+// Returns true if the sum is complex. It has the dtype of self unless one is given.
 bool is_complex(const at::Tensor& self, std::optional<at::ScalarType> dtype) {
   return self.is_complex() || (dtype && c10::isComplexType(*dtype));
 }

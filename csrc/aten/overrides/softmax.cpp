@@ -1,7 +1,6 @@
 // softmax and log_softmax of Half with a Float result (half_to_float), which CUDA supports and the CPU rejects, are
 // computed in float32. So are their derivatives, for a Half input. Everything else is the CPU's kernel.
 #include <ATen/WrapDimUtils.h>
-#include <ATen/native/Resize.h>
 #include <ATen/ops/_log_softmax_backward_data_cpu_dispatch.h>
 #include <ATen/ops/_log_softmax_backward_data_native.h>
 #include <ATen/ops/_log_softmax_backward_data_ops.h>
@@ -18,6 +17,7 @@
 
 #include "aten/boxed.h"
 #include "aten/direct.h"
+#include "aten/traits/wider_dtypes.h"
 #include "backend/identity/identity.h"
 
 namespace openreg {
@@ -85,8 +85,7 @@ void softmax_backward_out(const c10::OperatorHandle& op, c10::DispatchKeySet key
       ": expected out of Half, the dtype of the input, but got ", out.scalar_type());
   const at::Tensor result = softmax_backward<Op, Structured, kernel>(
       arguments[0].toTensor(), arguments[1].toTensor(), arguments[2].toInt(), arguments[3].toScalarType());
-  at::native::resize_output(out, result.sizes());
-  out.copy_(result);
+  write_out(op.schema().name().c_str(), result, out);
   torch::jit::drop(*stack, 5);
   stack->emplace_back(std::move(out));
 }

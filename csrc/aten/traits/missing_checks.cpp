@@ -52,7 +52,7 @@ class Arguments {
     const at::Tensor integers = x.to(at::kLong).contiguous();
     return {integers.const_data_ptr<int64_t>(), integers.const_data_ptr<int64_t>() + integers.numel()};
   }
-  // Whether the operator has this argument, and it is not None.
+  // Returns true if the operator has this argument, and it is not None.
   bool has(const char* name) const {
     return schema_.argumentIndexWithName(name).has_value() && !(*this)[name].isNone();
   }
@@ -95,7 +95,7 @@ void expect_below(const Arguments& call, const char* which, const at::Tensor& x,
     expect_below(call, which, at::ArrayRef(values.const_data_ptr<int>(), count), bound, bounds);
 } // kernels refuse all other dtypes
 
-// Raises unless the tensor `which` has this shape. A tensor that is not defined is none.
+// Raises unless the tensor `which` has this shape. Accepts an undefined tensor.
 void expect_shape(const Arguments& call, const char* which, at::IntArrayRef shape) {
   const at::Tensor& x = call.tensor(which);
   if (x.defined())
@@ -276,9 +276,9 @@ void check_ctc(const c10::OperatorHandle& op, const Stack& stack) {
     const at::Tensor& alpha = call.tensor("log_alpha");
     TORCH_CHECK(alpha.dim() == 3 && alpha.size(0) >= batch && alpha.size(1) >= steps, call.name(),
         ": expected log_alpha of shape (", batch, ", ", steps, ", 2 * target length + 1), but got ", alpha.sizes());
-    for (const char* each : {"grad", "neg_log_likelihood"})
-      TORCH_CHECK(call.tensor(each).dim() == 1 && call.tensor(each).size(0) == batch, call.name(), ": expected ", each,
-          " of shape (", batch, "), but got ", call.tensor(each).sizes());
+    for (const char* which : {"grad", "neg_log_likelihood"})
+      TORCH_CHECK(call.tensor(which).dim() == 1 && call.tensor(which).size(0) == batch, call.name(), ": expected ",
+          which, " of shape (", batch, "), but got ", call.tensor(which).sizes());
     for (const auto& [which, numbers] : {std::pair("input_lengths", inputs), std::pair("target_lengths", lengths)})
       TORCH_CHECK(static_cast<int64_t>(numbers.size()) == batch, call.name(), ": expected ", batch, " ", which,
           ", the size of the batch, but got ", numbers.size());

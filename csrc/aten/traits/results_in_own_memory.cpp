@@ -1,6 +1,5 @@
 #include "aten/traits/results_in_own_memory.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
@@ -9,23 +8,23 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "aten/deferred/queued.h"
+#include "aten/traits/replaced_arguments.h"
 #include "aten/traits/traits.h"
 #include "backend/identity/identity.h"
-#include "backend/map_tensors.h"
 
 // Note [Results in their own memory]
 // Some CPU kernels step through an out= tensor as if it were contiguous: they write the wrong elements of a permuted or
 // sliced one and past its end. Others resize a result of one element to the size of their input while they compute, and
 // so write over its neighbors. For these the device computes into contiguous memory and copies.
-// Some read an input this way; the device passes them a copy. Of attention, only the last dimension must be contiguous.
-// Some do so only in their out= form: a batch norm with its input, and a transposed convolution, which writes to out=
-// in the memory format of its inputs.
-// Any kernel that PyTorch does not generate from a structured definition may step through its results this way.
-// Structured kernels get strides that they can write to, except for those whose row in traits.cpp says that they ignore
-// them. The check "layouts" of `python -m openreg_ops conformance` finds those that are missing there.
+// Some read an input this way; the device passes them a copy. Some do so only in their out= form: a batch norm with its
+// input, and a transposed convolution, which writes to out= in the memory format of its inputs. Any kernel that PyTorch
+// does not generate from a structured definition may step through its results this way. Structured kernels get strides
+// that they can write to, except for those whose row in traits.cpp says that they ignore them. The check "layouts" of
+// `python -m openreg_ops conformance` finds those that are missing there.
 namespace openreg {
 namespace {
 
@@ -49,7 +48,7 @@ bool honors_strides(const c10::OperatorHandle& op) {
   return it->second;
 }
 
-// Whether the memory of `x` may differ from a new tensor's in a way that such a kernel handles wrongly.
+// Returns true if the memory of `x` differs from a new tensor's in a way that such a kernel may handle wrongly.
 bool lies_apart(const at::Tensor& x) {
   if (!x.defined() || !x.unsafeGetTensorImpl()->key_set().has(identity.dense) || !x.has_storage()) return false;
   return !x.is_contiguous() || (x.numel() == 1 && x.storage().nbytes() > x.nbytes());
@@ -59,11 +58,6 @@ bool same_geometry(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.is_alias_of(b) && a.storage_offset() == b.storage_offset() &&
       a.sizes() == b.sizes() && a.strides() == b.strides();
 }
-
-// A result of the call, and what the kernel writes to instead.
-struct Result {
-  at::Tensor real, own;
-};
 
 } // namespace
 
@@ -76,7 +70,7 @@ std::vector<size_t> read_as_contiguous(const c10::OperatorHandle& op) {
 
 void make_contiguous(const std::vector<size_t>& which, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
-  const bool rows = op.schema().name().starts_with("aten::_scaled_dot_product_flash_attention_for_cpu");
+  const bool rows = traits_of(op).contiguous_rows;
   for (const size_t i : which) {
     c10::IValue& value = (*stack)[stack->size() - op.schema().arguments().size() + i];
     if (!value.isTensor()) continue;
@@ -86,14 +80,6 @@ void make_contiguous(const std::vector<size_t>& which, const c10::OperatorHandle
   }
 }
 
-void write_back(const at::Tensor& given, const at::Tensor& computed) {
-  if (given.sizes() != computed.sizes()) { // an out= tensor, which the kernel has resized
-    given.resize_(computed.sizes());
-    given.unsafeGetTensorImpl()->set_sizes_and_strides(computed.sizes(), computed.strides());
-  }
-  given.copy_(computed);
-}
-
 bool takes_results(const c10::FunctionSchema& schema) {
   return std::any_of(schema.arguments().begin(), schema.arguments().end(), is_result);
 }
@@ -101,41 +87,24 @@ bool takes_results(const c10::FunctionSchema& schema) {
 bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const size_t count = arguments.size(), first = stack->size() - count;
-  std::vector<Result> results;
+  std::vector<std::pair<at::Tensor, at::Tensor>> results; // given, and what the kernel writes to instead
   for (size_t i = 0; i < count; ++i)
     if (is_result(arguments[i]))
       if (const at::Tensor& x = (*stack)[first + i].toTensor(); lies_apart(x) &&
-          std::none_of(results.begin(), results.end(), [&](const Result& r) { return same_geometry(x, r.real); }))
-        results.push_back({x, {}});
+          std::ranges::none_of(results, [&](const auto& known) { return same_geometry(x, known.first); }))
+        results.emplace_back(x, at::Tensor());
   if (results.empty() || honors_strides(op)) return false;
 
-  c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
-  for (const Result& result : results) { // like the kernel's own checks, which do not see this result
-    at::assert_no_internal_overlap(result.real);
-    for (size_t i = 0; i < count; ++i)
-      if (!is_result(arguments[i]))
-        map_tensors((*stack)[first + i], [&](const at::Tensor& x) {
-          if (x.defined() && x.has_storage()) at::assert_no_partial_overlap(result.real, x);
-          return x;
-        });
+  for (auto& [given, own] : results) {
+    c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
+    own = given.clone(at::MemoryFormat::Contiguous);
   }
-  for (Result& result : results) result.own = result.real.clone(at::MemoryFormat::Contiguous);
-  const auto replaced = [&](const at::Tensor& x) {
-    for (const Result& result : results) // an input that is also the result stays that way
-      if (x.defined() && x.layout() == at::kStrided && x.has_storage() && same_geometry(x, result.real))
-        return result.own;
+  const auto own_of = [&](const at::Tensor& x, bool) {
+    for (const auto& [given, own] : results) // an input that is also the result stays that way
+      if (x.layout() == at::kStrided && x.has_storage() && same_geometry(x, given)) return own;
     return x;
   };
-  for (size_t i = first; i < stack->size(); ++i) (*stack)[i] = map_tensors((*stack)[i], replaced);
-  op.redispatchBoxed(c10::DispatchKeySet(identity.dense), stack);
-  for (const Result& result : results) write_back(result.real, result.own);
-  const size_t returns = op.schema().returns().size();
-  for (size_t i = stack->size() - returns; i < stack->size(); ++i)
-    (*stack)[i] = map_tensors((*stack)[i], [&](const at::Tensor& x) {
-      for (const Result& result : results)
-        if (x.is_same(result.own)) return result.real;
-      return x;
-    });
+  call_with_replaced(op, stack, identity.dense, own_of, [](const at::Tensor& y) { return y; });
   return true;
 }
 

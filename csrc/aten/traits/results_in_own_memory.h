@@ -7,7 +7,7 @@
 
 namespace openreg {
 
-// Whether an operator has results to write to: the `out=` arguments of its schema.
+// Returns true if an operator has results to write to: the `out=` arguments of its schema.
 bool takes_results(const c10::FunctionSchema& schema);
 
 // Calls `op` with results in their own memory and copies them to their destination; returns false, with nothing
@@ -18,8 +18,5 @@ bool call_with_own_memory(const c10::OperatorHandle& op, torch::jit::Stack* stac
 std::vector<size_t> read_as_contiguous(const c10::OperatorHandle& op);
 // Replaces each of these arguments that is a strided tensor on the device with a contiguous one.
 void make_contiguous(const std::vector<size_t>& which, const c10::OperatorHandle& op, torch::jit::Stack* stack);
-
-// Copies a result from other memory to `given`, which takes its shape and strides if its own shape differs.
-void write_back(const at::Tensor& given, const at::Tensor& computed);
 
 } // namespace openreg

@@ -55,6 +55,7 @@ struct Traits {
   Computes computes = Computes::kInOneDtype;
   bool ignores_strides = false;        // of out= tensors: see Note [Results in their own memory]
   std::vector<const char*> contiguous; // inputs that it reads as if they were contiguous
+  bool contiguous_rows = false;        // only the last dimension of these must be contiguous
 
   // ---- how the CPU's kernel runs ----
   bool runs_on_aliases = false;    // a composite that works only on CPU tensors

@@ -1,10 +1,8 @@
 #include "aten/traits/wider_dtypes.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TypeProperties.h>
 #include <ATen/ops/_to_copy.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/llvmMathExtras.h>
 
 #include <algorithm>
@@ -12,8 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "aten/deferred/queued.h"
-#include "aten/traits/results_in_own_memory.h"
+#include "aten/traits/replaced_arguments.h"
 #include "aten/traits/traits.h"
 #include "backend/map_tensors.h"
 
@@ -122,67 +119,24 @@ bool run_wider(const Traits& traits, const c10::OperatorHandle& op, Stack* stack
   if (traits.computes == Computes::kTransforms && narrow != at::kBFloat16)
     check_half_transform(schema.name().c_str(), signal_sizes(op, stack->data() + first));
 
-  c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
-  struct Argument {
-    at::Tensor given, wide;
-    bool written;
-  };
-  std::vector<Argument> tensors;
-  const auto known = [&](const at::Tensor& x) {
-    return std::find_if(tensors.begin(), tensors.end(), [&](const Argument& each) { return each.given.is_same(x); });
-  };
-  Stack arguments;
-  for (size_t i = 0; i < count; ++i) {
-    const c10::Argument& argument = schema.arguments()[i];
-    const bool written = argument.alias_info() && argument.alias_info()->isWrite();
-    const c10::IValue& value = (*stack)[first + i];
-    if (is_dtype(argument) && !value.isNone()) {
-      arguments.emplace_back(wide(value.toScalarType()));
-      continue;
-    }
-    arguments.push_back(map_tensors(value, [&](const at::Tensor& x) {
-      if (!x.defined()) return x;
-      auto it = known(x);
-      if (it == tensors.end()) {
-        const ScalarType type = x.scalar_type();
-        const bool widens =
-            (bit(type) & traits.lacks) || ((type == at::kHalf || type == at::kBFloat16) && narrow == at::kComplexHalf);
-        // Some CPU kernels write as if a result were contiguous; the copy has the caller's strides.
-        const bool contiguous = written && x.layout() == at::kStrided;
-        const auto format = contiguous ? at::MemoryFormat::Contiguous : at::MemoryFormat::Preserve;
-        at::Tensor made = widens ? cast(x, openreg::wide(type), format) : x;
-        if (widens && x.unsafeGetTensorImpl()->is_wrapped_number())
-          made.unsafeGetTensorImpl()->set_wrapped_number(true);
-        it = tensors.insert(tensors.end(), {x, std::move(made), false});
-      }
-      it->written |= written;
-      return it->wide;
-    }));
-  }
-  for (const Argument& to : tensors) {
-    if (!to.written || to.given.is_same(to.wide)) continue;
+  for (size_t i = 0; i < count; ++i)
+    if (c10::IValue& value = (*stack)[first + i]; is_dtype(schema.arguments()[i]) && !value.isNone())
+      value = wide(value.toScalarType());
+  const auto widen = [&](const at::Tensor& x, bool written) {
+    const ScalarType type = x.scalar_type();
+    const bool half = type == at::kHalf || type == at::kBFloat16;
+    if (!(bit(type) & traits.lacks) && !(half && narrow == at::kComplexHalf)) return x;
     // The CPU kernels of the other operators check this. angle and _fft_c2r return real results for complex arguments.
-    TORCH_CHECK(traits.computes != Computes::kInPromoted || c10::canCast(narrow, to.given.scalar_type()),
-        "result type ", narrow, " can't be cast to the desired output type ", to.given.scalar_type());
-    if (!to.given.has_storage()) continue;
-    at::assert_no_internal_overlap(to.given);
-    for (const Argument& from : tensors)
-      if (from.given.has_storage() && !from.given.is_same(to.given))
-        at::assert_no_partial_overlap(to.given, from.given);
-  }
-
-  op.redispatchBoxed(c10::DispatchKeySet(key), &arguments);
-
-  for (const Argument& to : tensors)
-    if (to.written && !to.given.is_same(to.wide)) write_back(to.given, to.wide);
-  torch::jit::drop(*stack, count);
-  for (const c10::IValue& value : arguments)
-    stack->push_back(map_tensors(value, [&](const at::Tensor& y) {
-      if (!y.defined()) return y;
-      for (const Argument& each : tensors)
-        if (each.wide.is_same(y)) return each.given;
-      return cast(y, rounded(y.scalar_type(), narrow));
-    }));
+    TORCH_CHECK(!written || traits.computes != Computes::kInPromoted || c10::canCast(narrow, type), "result type ",
+        narrow, " can't be cast to the desired output type ", type);
+    // Some CPU kernels write as if a result were contiguous; the copy has the caller's strides.
+    const bool contiguous = written && x.layout() == at::kStrided;
+    at::Tensor widened = cast(x, wide(type), contiguous ? at::MemoryFormat::Contiguous : at::MemoryFormat::Preserve);
+    if (x.unsafeGetTensorImpl()->is_wrapped_number()) widened.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return widened;
+  };
+  call_with_replaced(
+      op, stack, key, widen, [&](const at::Tensor& y) { return cast(y, rounded(y.scalar_type(), narrow)); });
   return true;
 }
 

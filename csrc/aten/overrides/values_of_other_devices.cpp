@@ -1,5 +1,5 @@
-// Calls that CUDA moves a value for: one of a device, written into a tensor of the host or of another device; and
-// probabilities that are elsewhere.
+// Calls for which CUDA moves a tensor: a value of a device that is written into a tensor of the host or of another
+// device, and probabilities on another device.
 #include <ATen/ops/_index_put_impl.h>
 #include <ATen/ops/bernoulli.h>
 #include <ATen/ops/fill.h>
