@@ -49,3 +49,5 @@ def load() -> None:
 
     ctypes.CDLL(str(Path(__file__).with_name(library(capability()))))
     shared = _C.register_native_kernels()
+    metas = (name.removesuffix("/Meta") for name in torch.library._impls if name.endswith("/Meta"))
+    _C.set_python_meta_kernels([name.replace("/", "::") for name in metas])

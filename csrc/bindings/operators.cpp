@@ -12,6 +12,7 @@
 #include "aten/boxed.h"
 #include "aten/fallback.h"
 #include "aten/kernel_kind.h"
+#include "aten/meta_kernels.h"
 #include "aten/traits/host_scalars.h"
 #include "backend/new_tensor.h"
 #include "backend/serialization.h"
@@ -101,6 +102,7 @@ void ops::add_check(const char* op, Check check) {
 void bind_operators(py::module_& m) {
   m.def("register_native_kernels", &register_native_kernels);
   m.def("kernel_kind", &kernel_kind);
+  m.def("set_python_meta_kernels", &set_python_meta_kernels);
   m.def("set_host_scalars", &set_host_scalars);
   m.def("route_operator", &route_operator);
   m.def("set_fallback_policy", &set_fallback_policy);

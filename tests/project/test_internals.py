@@ -146,7 +146,7 @@ PRIVATE = re.compile(
     rf"\btorch(\.(?!utils\b)\w+)*\._(?!C\b|_|{USED})\w|\btorch\._C\.[_A-Z]|(from|import) torch\.(?!utils\.)(\w+\.)*_(?!ops\b)\w"
 )
 IN_CPP = re.compile(
-    r"dumpState|functorchTLSAccessor|deregisterFallback_|impl::cow::|REGISTER_PRIVATEUSE1_DISPATCH|\"comm\""
+    r"functorchTLSAccessor|deregisterFallback_|impl::cow::|REGISTER_PRIVATEUSE1_DISPATCH|\"comm\""
 )
 
 

@@ -24,6 +24,7 @@
 
 #include "aten/deferred/signature.h"
 #include "aten/deferred/trial.h"
+#include "aten/meta_kernels.h"
 #include "aten/traits/host_scalars.h"
 #include "aten/traits/traits.h"
 #include "backend/allocator.h"
@@ -108,7 +109,7 @@ Plan make_plan(const c10::OperatorHandle& op) {
   if (returns.empty() || !std::all_of(returns.begin(), returns.end(), is_tensor)) return plan;
   if (const auto known = meta_kernels().find(c10::toString(op.operator_name())); known != meta_kernels().end()) {
     plan.meta = &known->second;
-  } else if (!traits.fills && !has_generated_meta(op, /*called=*/true)) { // which alone gives the CPU's strides
+  } else if (!traits.fills && !has_cpp_meta_kernel(op)) {
     return plan;
   }
   if (writes) { // and returns what it writes to, all of it
@@ -335,15 +336,6 @@ void queue_kernel(int device, const char* name, Site site, Kernel kernel) {
 
 void set_meta_kernel(const std::string& name, c10::KernelFunction kernel) {
   meta_kernels().insert_or_assign(name, std::move(kernel));
-}
-
-// Lines of the dispatcher's own description; a line with "Meta (inactive)" describes a kernel that another one hides.
-bool has_generated_meta(const c10::OperatorHandle& op, bool called) {
-  const std::string state = op.dumpState();
-  const char* opening = called ? "\nMeta: registered at " : "\nMeta";
-  for (size_t line = state.find(opening); line != std::string::npos; line = state.find(opening, line + 1))
-    if (state.find("RegisterMeta", line) < state.find('\n', line + 1)) return true;
-  return false;
 }
 
 std::optional<c10::OperatorHandle> structured_out(const c10::OperatorHandle& op) {

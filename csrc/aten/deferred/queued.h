@@ -37,9 +37,6 @@ inline bool queueing() noexcept {
 // The C++ Meta kernel of an operator, "aten::add.Tensor".
 void set_meta_kernel(const std::string& name, c10::KernelFunction kernel);
 
-// Whether torch generated a C++ Meta kernel for the operator; `called`: and no other kernel overrides it.
-bool has_generated_meta(const c10::OperatorHandle& op, bool called);
-
 // Queues an operator on its device's current stream and replaces the arguments on the stack with the results; returns
 // false, with nothing changed, if the operator must run now.
 bool queue_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack);

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "aten/deferred/queued.h"
+#include "aten/meta_kernels.h"
 #include "aten/traits/replaced_arguments.h"
 #include "aten/traits/traits.h"
 #include "backend/identity/identity.h"
@@ -43,8 +43,7 @@ bool honors_strides(const c10::OperatorHandle& op) {
   std::lock_guard lock(mutex);
   auto it = known->find(op.operator_name());
   if (it == known->end())
-    it = known->emplace(op.operator_name(), !traits_of(op).ignores_strides && has_generated_meta(op, /*called=*/false))
-             .first;
+    it = known->emplace(op.operator_name(), !traits_of(op).ignores_strides && is_structured_out(op)).first;
   return it->second;
 }
 

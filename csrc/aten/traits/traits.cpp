@@ -183,6 +183,7 @@ const std::unordered_map<std::string_view, Traits>& table() {
       {"aten::multilabel_margin_loss_backward", {.check_shapes = check_margins, .lacks = kHalfs}},
       {"aten::multilabel_margin_loss_forward", {.lacks = kHalfs}},
       {"aten::nanmedian.dim_values", {.nondeterministic = always}},
+      {"aten::narrow_copy", {.ignores_strides = true}},
       {"aten::native_batch_norm", {.check_shapes = check_batch_norm}},
       {"aten::native_batch_norm.out", {.check_shapes = check_batch_norm, .contiguous = {"input"}}},
       {"aten::native_batch_norm_backward",

@@ -32,7 +32,8 @@ inline const Identity identity = choose_identity();
 // Sets that are made once, because computing one from a key takes as long as a few checks of a kernel. kAutocast has
 // the keys of autocast, and kAboveBackend those of all layers above the backend, which have already run when a kernel
 // of the backend runs.
-inline const c10::DispatchKeySet kDense(identity.dense), kBackend(identity.backend);
+inline const auto kDense = c10::DispatchKeySet(identity.dense);
+inline const auto kBackend = c10::DispatchKeySet(identity.backend);
 inline const c10::DispatchKeySet kAutocast =
     c10::DispatchKeySet(identity.autocast) | c10::DispatchKeySet(c10::DispatchKey::AutocastCPU);
 inline const c10::DispatchKeySet kAboveBackend = c10::autograd_dispatch_keyset_with_ADInplaceOrView | kAutocast;
