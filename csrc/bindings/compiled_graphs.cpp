@@ -28,12 +28,12 @@ namespace {
 
 using Dims = c10::SmallVector<int64_t, 5>;
 
-// Where a tensor's elements are, or would be if it is empty.
+// Returns where a tensor's elements are, or would be if it is empty.
 const char* address_of(const at::Tensor& x) {
   return static_cast<const char*>(x.storage().data()) + x.storage_offset() * static_cast<int64_t>(x.itemsize());
 }
 
-// From the first to the last element.
+// Returns the number of bytes from the first to the last element.
 size_t span_of(const at::Tensor& x) {
   if (!x.numel()) return 0;
   int64_t elements = 1;
@@ -41,7 +41,7 @@ size_t span_of(const at::Tensor& x) {
   return static_cast<size_t>(elements) * x.itemsize();
 }
 
-// One element of each expanded dimension.
+// Returns a view with one element of each expanded dimension.
 at::Tensor without_expanded(at::Tensor x) {
   for (int64_t d = 0; d < x.dim(); ++d)
     if (x.stride(d) == 0 && x.size(d) > 1) x = x.narrow(d, 0, 1);
@@ -51,11 +51,11 @@ at::Tensor without_expanded(at::Tensor x) {
 // An input as the capture had it.
 struct Input {
   bool tensor = false, fixed = false; // fixed: it must keep its address, and is not copied
-  py::object value;                   // of a number
+  py::object value;                   // the number, if it is not a tensor
   Dims sizes, strides;
   at::ScalarType type{};
   c10::Device device{c10::kCPU};
-  const char* address = nullptr; // of the tensor, or of the buffer it is copied into
+  const char* address = nullptr; // where the tensor, or the buffer that it is copied into, begins
   at::Tensor buffer;
   size_t bytes = 0; // to copy at once; 0: element by element, as most of what lies between the elements is not its own
 
@@ -74,11 +74,11 @@ struct Input {
 struct Result {
   enum { kValue, kInput, kViewOfInput, kMemory, kSame } kind = kValue;
   py::object value;
-  size_t index = 0; // of the input, of the memory, or of the result that it is
+  size_t index = 0; // which input, memory or other result it is
   Dims sizes, strides;
-  int64_t offset = 0; // from the input's, in bytes, or in the memory, in elements
+  int64_t offset = 0; // in bytes from the input's address, or in elements from where the memory begins
   at::ScalarType type{};
-  bool conj = false, neg = false; // lazily
+  bool conj = false, neg = false; // lazy conjugation and negation
 
   at::Tensor marked(at::Tensor x) const {
     if (conj) x._set_conj(true);
@@ -91,7 +91,7 @@ struct Result {
 struct ResultMemory {
   c10::Storage storage;
   bool saved; // only for the backward pass
-  c10::weak_intrusive_ptr<c10::StorageImpl> lent; // to results of the last call
+  c10::weak_intrusive_ptr<c10::StorageImpl> lent; // the storage that results of the last call got
 };
 
 void release_owner(void* owner) {
@@ -196,16 +196,12 @@ class CompiledGraph {
       if (!inputs_[i].fits(PyList_GET_ITEM(inputs, static_cast<Py_ssize_t>(i)))) return false;
     return true;
   }
+  // Returns the inputs that have another address than in the capture, and must keep theirs.
   std::vector<size_t> moved(PyObject* inputs) const {
     std::vector<size_t> found;
     for (size_t i = 0; i < inputs_.size(); ++i)
       if (inputs_[i].moved(PyList_GET_ITEM(inputs, static_cast<Py_ssize_t>(i)))) found.push_back(i);
     return found;
-  }
-  bool none_moved(PyObject* inputs) const {
-    for (size_t i = 0; i < inputs_.size(); ++i)
-      if (inputs_[i].moved(PyList_GET_ITEM(inputs, static_cast<Py_ssize_t>(i)))) return false;
-    return true;
   }
 
   // Calls with inputs that fit. Returns the results, or None if the graph cannot be replayed now.
@@ -229,7 +225,7 @@ class CompiledGraph {
     return c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>());
   }
 
-  // Whether the graph allocated it. A replay does not write to other memory, such as a constant's.
+  // Returns true if the graph allocated it. A replay does not write to other memory, such as a constant's.
   bool in_pool(const c10::StorageImpl* storage) const {
     for (const auto& segment : memory_snapshot(graph_->device)) {
       const auto* begin = static_cast<const char*>(segment.address);
@@ -310,9 +306,9 @@ class CompiledGraph {
   const std::shared_ptr<Graph> graph_;
   std::vector<Input> inputs_;
   std::vector<Result> results_;
-  std::mutex mutex_; // of a call
+  std::mutex mutex_; // one call at a time
   std::vector<ResultMemory> memories_;
-  std::optional<Stream> used_; // by the last call
+  std::optional<Stream> used_; // the stream of the last call
   int misfits_ = 0;
   bool lends_ = true;
 };
@@ -321,11 +317,12 @@ class CompiledGraph {
 class CompiledGraphs {
  public:
   explicit CompiledGraphs(int device) : device_(device) {}
-  // A list of results; False: run the compiled code for this call; None: there is no graph for these inputs.
+  // Returns a list of results; False to run the compiled code for this call; None if there is no graph for these
+  // inputs.
   py::object call(const py::list& inputs) {
     if (c10::impl::TorchDispatchModeTLS::any_modes_set() || capturing(device_)) return py::bool_(false);
     for (size_t i = 0; i < graphs_.size(); ++i) {
-      if (!graphs_[i]->fits(inputs.ptr()) || !graphs_[i]->none_moved(inputs.ptr())) continue;
+      if (!graphs_[i]->fits(inputs.ptr()) || !graphs_[i]->moved(inputs.ptr()).empty()) continue;
       const auto graph = graphs_[i]; // another thread may change the list in the meantime
       if (i)
         std::rotate(graphs_.begin(), graphs_.begin() + static_cast<std::ptrdiff_t>(i),
@@ -336,7 +333,7 @@ class CompiledGraphs {
     return py::none();
   }
   void add(std::shared_ptr<CompiledGraph> graph) { graphs_.insert(graphs_.begin(), std::move(graph)); }
-  // Drops the graph for inputs of these shapes if some have moved. Returns which; None without such a graph.
+  // Drops the graph for inputs of these shapes if some have moved. Returns which have, or None without such a graph.
   std::optional<std::vector<size_t>> drop(const py::list& inputs) {
     for (size_t i = 0; i < graphs_.size(); ++i) {
       if (!graphs_[i]->fits(inputs.ptr())) continue;

@@ -1,4 +1,6 @@
 // Python bindings of graphs.
+#include <Python.h>
+
 #include <frameobject.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>

@@ -233,6 +233,33 @@ def test_monitored_barrier_with_details(detail):
     detail.run(check_monitored_barrier)
 
 
+# ---- small sums, which travel with the description of the call ----
+
+SUMMED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
+
+
+@in_mode
+def check_small_sums(dtype):
+    """On both sides of 4 KB, and in another layout, the same sum as Gloo's: of whole numbers, which are exact."""
+    most = 4096 // dtype.itemsize
+    for shape in ((), (0,), (3,), (most,), (most + 1,), (2, 3, 4, 4)):
+        x = (torch.arange(torch.Size(shape).numel()).view(shape) % 16 + dist.get_rank()).to(dtype)
+        if len(shape) == 4:
+            x = x.to(memory_format=torch.channels_last)
+        y = x.to("openreg")
+        dist.all_reduce(x, group=gloo())
+        work = dist.all_reduce(y, async_op=True)
+        work.wait()
+        assert work.is_completed() and work.is_success()
+        assert_close(y.cpu(), x, rtol=0, atol=0)
+
+
+@MODES
+@pytest.mark.parametrize("dtype", SUMMED, ids=str)
+def test_small_sums(group, mode, dtype):
+    group.run(check_small_sums, mode, dtype)
+
+
 # ---- mismatched ----
 
 
