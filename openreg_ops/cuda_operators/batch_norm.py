@@ -17,16 +17,16 @@ def _widened(x: Tensor) -> Tensor:
 
 def _expect_real(op: str, name: str, x: Tensor | None) -> None:
     expect_tensor(op, name, x)
-    if x is not None:
-        real = not x.is_complex() and x.dtype != torch.bool
-        expect(real, f"{op}: expected {name} of real numbers, but got {dtype_name(x)}")
+    if x is not None and (x.is_complex() or x.dtype == torch.bool):
+        raise RuntimeError(f"{op}: expected {name} of real numbers, but got {dtype_name(x)}")
 
 
 def _expect_input(op: str, x: Tensor) -> None:
     _expect_real(op, "input", x)
-    message = f"{op}: expected a floating-point input, but got {dtype_name(x)}; convert it with .to()"
-    expect(x.is_floating_point(), message)
-    expect(x.dim() >= 2, f"{op}: expected an input [N, C, ...], but got one of {x.dim()} dimensions")
+    if not x.is_floating_point():
+        raise RuntimeError(f"{op}: expected a floating-point input, but got {dtype_name(x)}; convert it with .to()")
+    if x.dim() < 2:
+        raise RuntimeError(f"{op}: expected an input [N, C, ...], but got one of {x.dim()} dimensions")
 
 
 def _expect_channels(op: str, input: Tensor, required: dict[str, Tensor], optional: dict[str, Tensor | None]) -> None:
@@ -34,8 +34,11 @@ def _expect_channels(op: str, input: Tensor, required: dict[str, Tensor], option
     given = {name: x for name, x in optional.items() if x is not None}
     for name, x in {**required, **given}.items():
         _expect_real(op, name, x)
-        says = f"{op}: expected {name} of {input.size(1)} values, one for each channel of input, but got shape "
-        expect(x.numel() == input.size(1), f"{says}{list(x.shape)}")
+        if x.numel() != input.size(1):
+            raise RuntimeError(
+                f"{op}: expected {name} of {input.size(1)} values, one for each channel of input, but got shape "
+                f"{list(x.shape)}"
+            )
 
 
 def _expect_backward(
@@ -43,8 +46,9 @@ def _expect_backward(
 ) -> None:
     _expect_input(op, input)
     _expect_real(op, "grad_out", grad_out)
-    says = f"{op}: expected grad_out of the shape of input, {list(input.shape)}, but got {list(grad_out.shape)}"
-    expect(grad_out.shape == input.shape, says)
+    if grad_out.shape != input.shape:
+        given, wanted = list(grad_out.shape), list(input.shape)
+        raise RuntimeError(f"{op}: expected grad_out of the shape of input, {wanted}, but got {given}")
     _expect_channels(op, input, {"mean": mean, "invstd": invstd, **sums}, {"weight": weight})
 
 

@@ -11,8 +11,15 @@ from openreg_ops.cuda_operators.registry import dtype_name, expect, expect_tenso
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def _expect_like(op: str, name: str, x: Tensor, shape: list[int] | torch.Size, like: Tensor) -> None:
+def _expect_like(op: str, name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     """A floating-point dtype, the same for all tensors, and one device."""
+    if (
+        x is not None
+        and like.dtype in _FLOATS
+        and (x.device, x.dtype) == (like.device, like.dtype)
+        and x.shape == shape
+    ):
+        return  # before messages are made
     expect_tensor(op, name, x)
     expect(
         like.dtype in _FLOATS,
@@ -26,12 +33,13 @@ def _expect_like(op: str, name: str, x: Tensor, shape: list[int] | torch.Size, l
         x.dtype == like.dtype,
         f"{op}: expected every tensor of {dtype_name(like)}, but {name} is of {dtype_name(x)}; convert it with .to()",
     )
-    expect(list(x.shape) == list(shape), f"{op}: expected {name} of shape {list(shape)}, but got {list(x.shape)}")
+    expect(x.shape == shape, f"{op}: expected {name} of shape {list(shape)}, but got {list(x.shape)}")
 
 
 def _expect_two_dimensions(op: str, name: str, x: Tensor) -> None:
     expect_tensor(op, name, x)
-    expect(x.dim() == 2, f"{op}: expected {name} of two dimensions, but got shape {list(x.shape)}")
+    if x.dim() != 2:
+        raise RuntimeError(f"{op}: expected {name} of two dimensions, but got shape {list(x.shape)}")
 
 
 def _expect_cell(
@@ -45,15 +53,16 @@ def _expect_cell(
 ) -> None:
     _expect_two_dimensions(op, "input_gates", input_gates)
     rows, columns = input_gates.shape
-    says = f"{op}: expected input_gates of {count} equal parts side by side, but got shape {list(input_gates.shape)}"
-    expect(columns % count == 0, says)
+    if columns % count:
+        shape = list(input_gates.shape)
+        raise RuntimeError(f"{op}: expected input_gates of {count} equal parts side by side, but got shape {shape}")
     _expect_like(op, "input_gates", input_gates, input_gates.shape, input_gates)
     _expect_like(op, "hidden_gates", hidden_gates, input_gates.shape, input_gates)
-    _expect_like(op, "the hidden state", hidden, [rows, columns // count], input_gates)
+    _expect_like(op, "the hidden state", hidden, (rows, columns // count), input_gates)
     expect((input_bias is None) == (hidden_bias is None), f"{op}: expected two biases or none, but got one")
     if input_bias is not None and hidden_bias is not None:
-        _expect_like(op, "input_bias", input_bias, [columns], input_gates)
-        _expect_like(op, "hidden_bias", hidden_bias, [columns], input_gates)
+        _expect_like(op, "input_bias", input_bias, (columns,), input_gates)
+        _expect_like(op, "hidden_bias", hidden_bias, (columns,), input_gates)
 
 
 def _biased(gates: Tensor, bias: Tensor | None) -> Tensor:
@@ -87,7 +96,7 @@ def fused_lstm_cell_backward(
     _expect_two_dimensions(op, "cx", cx)
     _expect_like(op, "cx", cx, cx.shape, cx)
     _expect_like(op, "cy", cy, cx.shape, cx)
-    _expect_like(op, "workspace", workspace, [cx.size(0), 4 * cx.size(1)], cx)
+    _expect_like(op, "workspace", workspace, (cx.size(0), 4 * cx.size(1)), cx)
     for name, grad in (("grad_hy", grad_hy), ("grad_cy", grad_cy)):
         if grad is not None:
             _expect_like(op, name, grad, cx.shape, cx)
@@ -128,7 +137,7 @@ def fused_gru_cell_backward(
     op = "_thnn_fused_gru_cell_backward"
     _expect_two_dimensions(op, "grad_hy", grad_hy)
     _expect_like(op, "grad_hy", grad_hy, grad_hy.shape, grad_hy)
-    _expect_like(op, "workspace", workspace, [grad_hy.size(0), 5 * grad_hy.size(1)], grad_hy)
+    _expect_like(op, "workspace", workspace, (grad_hy.size(0), 5 * grad_hy.size(1)), grad_hy)
     r, z, n, hx, hidden_n = workspace.chunk(5, 1)
     dn, dz = grad_hy * (1 - z) * (1 - n * n), grad_hy * (hx - n) * z * (1 - z)
     dr = dn * hidden_n * r * (1 - r)

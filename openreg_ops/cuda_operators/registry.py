@@ -49,7 +49,8 @@ def expect(condition: bool, message: str, error: type[Exception] = RuntimeError)
 
 def expect_tensor(op: str, name: str, x: torch.Tensor | None) -> None:
     """Raise unless the argument is a tensor."""
-    expect(x is not None, f"{op}: expected {name} to be a tensor, but got None")
+    if x is None:
+        raise RuntimeError(f"{op}: expected {name} to be a tensor, but got None")
 
 
 def dtype_name(x: torch.Tensor) -> str:
