@@ -121,11 +121,11 @@ def openreg_tools() -> str:
 TOGETHER = {"csrc/ops": 3}
 # Note [Libraries]
 RUNTIME = "csrc/runtime/"
-KERNELS = ("csrc/ops", "csrc/aten/attention")
+KERNELS = ("csrc/kernels", "csrc/ops", "csrc/aten/attention")
 RUNTIME_LIBRARY = "libopenreg_ops.so"
 APART = {
-    "csrc/ops/attention.cpp",  # takes as long as three others
-    "csrc/ops/autograd.cpp",  # so does this
+    "csrc/kernels/attention.cpp",  # takes as long as three others
+    "csrc/ops/record.cpp",  # so does this
     "csrc/ops/nms.cpp",  # has its own options for everything that follows
 }
 

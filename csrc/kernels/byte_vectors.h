@@ -10,7 +10,7 @@
 #include <cstring>
 #include <type_traits>
 
-namespace openreg::ops {
+namespace openreg::kernels {
 
 // kLanes<T> bytes, signed or not, as numbers. (g++ 12 would convert one by one.)
 template <class T, class Byte>
@@ -66,4 +66,4 @@ void write_bytes(Vec<T> x, int8_t* p) {
 #endif
 }
 
-} // namespace openreg::ops
+} // namespace openreg::kernels

@@ -1,16 +1,16 @@
-// One row of softmax cross entropy, its gradient, and the checks of targets: what cross_entropy and
-// linear_cross_entropy share.
+// One row of softmax cross entropy and its gradient, which cross_entropy and linear_cross_entropy share.
 #pragma once
 
 #include "kernels/exp.h"
 #include "kernels/loops.h"
-#include "ops/checks.h"
+
+#include <c10/util/Exception.h>
 
 #include <cmath>
 #include <limits>
 #include <string_view>
 
-namespace openreg::ops {
+namespace openreg::kernels {
 
 enum class Reduction { kNone, kMean, kSum };
 
@@ -20,13 +20,6 @@ struct CrossEntropy {
   Reduction reduction;
 };
 
-inline void check_options(const char* op, double label_smoothing, std::string_view reduction) {
-  TORCH_CHECK(label_smoothing >= 0 && label_smoothing <= 1, op, ": expected label_smoothing in [0, 1], but got ",
-      label_smoothing);
-  TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none", op,
-      ": expected reduction \"mean\", \"sum\" or \"none\", but got \"", reduction, "\"");
-}
-
 inline CrossEntropy options_of(
     int64_t ignore_index, double label_smoothing, double z_loss, std::string_view reduction) {
   return {ignore_index, label_smoothing, z_loss,
@@ -35,17 +28,8 @@ inline CrossEntropy options_of(
                                : Reduction::kMean};
 }
 
-inline void check_target(const char* op, const char* x_name, const Tensor& x, const Tensor& target) {
-  check_same_device(op, x_name, x, "target", target);
-  const auto type = target.scalar_type();
-  TORCH_CHECK(type == at::kLong || type == at::kInt, op, ": expected target of int64 or int32, but got ",
-      dtype_name(type), "; convert it with .to()");
-  TORCH_CHECK(same(target.sym_sizes(), rows_of(x)), op, ": expected target of shape ", rows_of(x), ", the same as ",
-      x_name, " without its last dimension, but got ", target.sym_sizes());
-}
-
-// The number of targets that count; throws for a target that is not a class. Runs in a launch, before the targets are
-// used to read anything.
+// Returns the number of targets that count; throws for a target that is not a class. Runs in a launch, before the
+// targets are used to read anything.
 inline int64_t count_targets(const char* op, const int64_t* target, int64_t rows, int64_t classes, int64_t ignore) {
   int64_t count = 0;
   for (int64_t i = 0; i < rows; ++i) {
@@ -109,4 +93,4 @@ void cross_entropy_backward_row(
   if (g != 0) dx[target] = static_cast<T>(at_target);
 }
 
-} // namespace openreg::ops
+} // namespace openreg::kernels

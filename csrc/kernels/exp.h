@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-namespace openreg::ops {
+namespace openreg::kernels {
 
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 using Floats = at::vec::Vectorized<float>;
@@ -96,4 +96,4 @@ C10_ALWAYS_INLINE Floats exp2(Floats x) {
 }
 #endif
 
-} // namespace openreg::ops
+} // namespace openreg::kernels

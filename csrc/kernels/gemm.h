@@ -1,23 +1,19 @@
 // Products of matrix blocks, on the calling thread, for attention, linear_cross_entropy and grouped_linear.
 // torch does not export its BLAS (at::native::cpublas::gemm), and calling at::mm costs as much as the smallest of these
-// blocks. The scheme is from BLIS (Van Zee & van de Geijn 2015): the right
-// factor is packed once into panels of kPanel columns, [panel][k][kPanel], and a tile of C of kTile rows by one
-// panel stays in registers while k runs. Packing also widens the half types and takes any strides.
+// blocks. The scheme is from BLIS (Van Zee & van de Geijn 2015): the right factor is packed once into panels of kPanel
+// columns, [panel][k][kPanel], and a tile of C of kTile rows by one panel stays in registers while k runs. Packing also
+// widens the half types and takes any strides.
 // An element of C is one sum in the order of k in gemm(): it depends neither on the tile that it falls in nor on
 // threads.
 #pragma once
 
 #include "kernels/loops.h"
 
-#include <ATen/Context.h>
-#include <ATen/native/CPUBlas.h>
-
 #include <cstring>
-#include <exception>
 #include <memory>
 #include <new>
 
-namespace openreg::ops {
+namespace openreg::kernels {
 
 // Columns of a panel: two registers.
 template <class A>
@@ -184,99 +180,27 @@ void gemm(int64_t m, int64_t n, int64_t k, const A* a, int64_t a_row, int64_t a_
 // 366 to 483 in bfloat16, 188 to 242 in float32, 35 to 70 in float16, for which there are instructions only with
 // AMX-FP16.
 
-// Whether the processor has these instructions, and oneDNN uses them.
-inline bool has_bfloat16_products() {
-#if defined(CPU_CAPABILITY_AVX512)
-  if (!at::globalContext().userEnabledMkldnn()) return false; // brgemm would raise
-  static const bool has = [] {
-    if (!__builtin_cpu_supports("avx512bf16")) return false;
-    try {
-      const c10::BFloat16 a[2] = {1.f, 2.f}, b[4] = {3.f, 4.f, 5.f, 6.f}; // columns (3, 4) and (5, 6)
-      float c[2] = {};
-      at::native::cpublas::brgemm(1, 2, 2, 2, 2, 2, false, a, b, c, /*is_vnni=*/true);
-      at::native::cpublas::brgemm_release(true);
-      return c[0] == 11 && c[1] == 17;
-    } catch (const std::exception&) { // ONEDNN_MAX_CPU_ISA may forbid it
-      return false;
-    }
-  }();
-  return has;
-#else
-  return false;
-#endif
-}
-
-// gemm_pairs() without oneDNN.
-inline void plain_gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, int64_t a_row,
-    const c10::BFloat16* b, int64_t b_row, float* c, int64_t c_row, bool add) {
-  for (int64_t i = 0; i < m; ++i, a += a_row, c += c_row) {
-    if (!add) std::fill_n(c, n, 0.f);
-    for (int64_t p = 0; p < k; p += 2) {
-      const float first = a[p], second = a[p + 1];
-      const c10::BFloat16* pair = b + p * b_row;
-      for (int64_t j = 0; j < n; ++j, pair += 2) c[j] += first * pair[0] + second * pair[1];
-    }
-  }
-}
+// Returns true if the processor has these instructions, and oneDNN uses them.
+bool has_bfloat16_products();
 
 // C = A * B, or C += A * B: m by n from k terms, k even. Rows are `a_row` apart in A and `c_row` in C; rows of
 // pairs are 2 * b_row apart in B.
-inline void gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, int64_t a_row, const c10::BFloat16* b,
-    int64_t b_row, float* c, int64_t c_row, bool add) {
-  constexpr int64_t columns = 512; // at a time, which stay in cache with their part of B
-  for (int64_t j = 0; j < n; j += columns) {
-    const int64_t count = std::min(columns, n - j);
-    try {
-      at::native::cpublas::brgemm(m, count, k, a_row, b_row, c_row, add, a, b + 2 * j, c + j, /*is_vnni=*/true);
-    } catch (const std::exception&) { // raised before it computes if the user has disabled oneDNN since the loop began
-      plain_gemm_pairs(m, count, k, a, a_row, b + 2 * j, b_row, c + j, c_row, add);
-    }
-  }
-}
+void gemm_pairs(int64_t m, int64_t n, int64_t k, const c10::BFloat16* a, int64_t a_row, const c10::BFloat16* b,
+    int64_t b_row, float* c, int64_t c_row, bool add);
 
 // Packs B, of k by n elements at b[i * row + j * col], in pairs of rows, 2 * to_row apart; zeros complete an odd k.
-inline void pack_pairs(
-    const c10::BFloat16* b, int64_t row, int64_t col, int64_t k, int64_t n, c10::BFloat16* to, int64_t to_row) {
-  int64_t i = 0;
-  if (row == 1 && col % 2 == 0) { // transposes the pairs, each as large as a float
-    i = k / 2 * 2;
-    at::vec::transpose_mxn<float>(reinterpret_cast<const float*>(b), col / 2, reinterpret_cast<float*>(to), to_row,
-        static_cast<int>(n), static_cast<int>(k / 2));
-  }
-  for (; i < k; i += 2) {
-    const c10::BFloat16* from = b + i * row;
-    c10::BFloat16* pairs = to + i * to_row;
-    int64_t j = 0;
-#if defined(CPU_CAPABILITY_AVX512)
-    for (; col == 1 && i + 1 < k && j + 16 <= n; j += 16) {
-      const auto widened = [](const c10::BFloat16* x) {
-        return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
-      };
-      _mm512_storeu_si512(
-          pairs + 2 * j, _mm512_or_si512(widened(from + j), _mm512_slli_epi32(widened(from + row + j), 16)));
-    }
-#endif
-    for (; j < n; ++j) {
-      pairs[2 * j] = from[j * col];
-      pairs[2 * j + 1] = i + 1 < k ? from[row + j * col] : c10::BFloat16(0.f);
-    }
-  }
-}
+void pack_pairs(
+    const c10::BFloat16* b, int64_t row, int64_t col, int64_t k, int64_t n, c10::BFloat16* to, int64_t to_row);
 
 // to = x transposed: m rows of n elements become n rows.
-inline void transpose(const c10::BFloat16* x, int64_t row, int64_t m, int64_t n, c10::BFloat16* to, int64_t to_row) {
-  constexpr int64_t block = 32;
-  for (int64_t i = 0; i < m; i += block)
-    for (int64_t j = 0; j < n; j += block)
-      at::vec::transpose_mxn<c10::BFloat16>(x + i * row + j, row, to + j * to_row + i, to_row,
-          static_cast<int>(std::min(block, m - i)), static_cast<int>(std::min(block, n - j)));
-}
+void transpose(const c10::BFloat16* x, int64_t row, int64_t m, int64_t n, c10::BFloat16* to, int64_t to_row);
 
 // Releases the state that the processor's matrix unit holds for this thread.
+void release_pairs();
 struct Pairs {
   bool used = true;
   ~Pairs() {
-    if (used) at::native::cpublas::brgemm_release(true);
+    if (used) release_pairs();
   }
 };
 
@@ -297,13 +221,13 @@ struct Left {
 template <class T>
 struct Wide {
   using Element = Acc<T>;
-  static constexpr int64_t kPanel = openreg::ops::kPanel<Element>, kRounded = 0;
+  static constexpr int64_t kPanel = openreg::kernels::kPanel<Element>, kRounded = 0;
   static int64_t columns(int64_t n) { return padded<Element>(n); }
   static int64_t terms(int64_t k) { return k; }
   static int64_t depth(int64_t k) { return k; }
   static void take(const T* x, int64_t col, int64_t n, Element* to) { widen(x, col, n, to); }
   static void pack(const T* b, int64_t row, int64_t col, int64_t k, int64_t n, Element* to, int64_t stride) {
-    openreg::ops::pack(b, row, col, k, n, to, stride);
+    openreg::kernels::pack(b, row, col, k, n, to, stride);
   }
   // A product reads span(k) elements of a row of which a loop has computed k.
   static int64_t span(int64_t k) { return k; }
@@ -312,7 +236,7 @@ struct Wide {
   static Left<Element, kRow> factor(const Element* x, int64_t /*m*/, int64_t k) {
     return {x, kRow, 1, k};
   }
-  // The same for numbers in Acc<T>. `to` has room for kRounded such blocks.
+  // x, m rows of numbers in Acc<T>, as a left factor. `to` has room for kRounded such blocks.
   template <int64_t kRow>
   static Left<Element, kRow> rounded(const Element* x, int64_t m, int64_t k, Element* /*to*/) {
     return factor<kRow>(x, m, k);
@@ -390,4 +314,4 @@ void with_products(bool paired, F f) {
   f(std::type_identity<Wide<T>>());
 }
 
-} // namespace openreg::ops
+} // namespace openreg::kernels

@@ -13,7 +13,7 @@
 #include "backend/generator.h"
 #include "runtime/graph/graph.h"
 
-namespace openreg::ops {
+namespace openreg::kernels {
 
 inline void check_generator(const char* op, const at::Tensor& x, const at::Generator& generator) {
   TORCH_CHECK(generator.device() == x.device(), op, ": x is on ", x.device(), " but generator is on ",
@@ -113,4 +113,4 @@ inline void draw_mask(uint64_t key, uint64_t counter_high, int64_t block, int64_
   }
 }
 
-} // namespace openreg::ops
+} // namespace openreg::kernels

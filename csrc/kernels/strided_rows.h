@@ -6,7 +6,7 @@
 
 #include <array>
 
-namespace openreg::ops {
+namespace openreg::kernels {
 
 // A tensor whose rows are contiguous; there may be gaps between them.
 inline at::Tensor with_dense_rows(const at::Tensor& x) {
@@ -46,4 +46,4 @@ class RowOffsets {
   std::array<at::DimVector, count> strides_;
 };
 
-} // namespace openreg::ops
+} // namespace openreg::kernels

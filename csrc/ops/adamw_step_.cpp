@@ -17,6 +17,7 @@
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 struct Options {
   double beta1, beta2, weight_decay, eps;

@@ -1,8 +1,9 @@
 // attention: out = softmax(scale * q k^T + bias) v, and the logsumexp of each row of scores.
-// The loops are in attention.h. logsumexp is an output, and differentiable: its gradient joins the sum over
+// The loops are in kernels/attention.cpp. logsumexp is an output, and differentiable: its gradient joins the sum over
 // out * grad_out in backward.
 #include "kernels/attention.h"
 #include "ops/autograd.h"
+#include "ops/checks.h"
 
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
@@ -10,6 +11,7 @@
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 // ---- torch ----
 

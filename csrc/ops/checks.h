@@ -1,6 +1,5 @@
 // The first steps of a kernel: check its arguments, then get memory for its results, a loop for their dtype, and a
-// stream to
-// run it.
+// stream to run it.
 // An operator's check is one function, called by its kernel, its fake kernel and its reference in meta/. So it reads
 // sym_sizes(), and turns conditions on sizes that are not known yet into assertions of the traced program.
 //
@@ -26,6 +25,7 @@
 
 #include "backend/allocator.h"
 #include "backend/new_tensor.h"
+#include "backend/tensor_checks.h"
 
 namespace openreg::ops {
 
@@ -60,15 +60,6 @@ void checked_by(const char* op, void (*check)(const char* op, Args...)) {
 
 // ---- sizes ----
 
-inline bool expect(const c10::SymBool& condition) {
-  return condition.expect_true(__FILE__, __LINE__);
-}
-
-inline bool same(SymIntArrayRef a, SymIntArrayRef b) {
-  const auto equal = [](const SymInt& a, const SymInt& b) { return expect(a.sym_eq(b)); };
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), equal);
-}
-
 inline bool broadcasts(SymIntArrayRef sizes, SymIntArrayRef to) {
   const auto fits = [](const SymInt& a, const SymInt& b) { return expect(a.sym_eq(b).sym_or(a.sym_eq(1))); };
   return sizes.size() <= to.size() && std::equal(sizes.begin(), sizes.end(), to.end() - sizes.size(), fits);
@@ -86,19 +77,8 @@ inline Tensor contiguous(const std::optional<Tensor>& x) {
 
 // ---- checks that operators share ----
 
-// The name that Python gives a dtype: "float32".
-inline std::string_view dtype_name(at::ScalarType type) {
-  return c10::getDtypeNames(type).first;
-}
-
 inline bool is_floating(at::ScalarType type) {
   return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
-}
-
-inline void check_tensor(const char* op, const char* name, const Tensor& x) {
-  TORCH_CHECK(x.defined(), op, ": expected ", name, " to be a tensor, but got None");
-  TORCH_CHECK(!x.is_nested() || x.layout() == at::kJagged, op, ": expected ", name,
-      " to be one tensor, but got nested ones; call it for each of ", name, ".unbind()");
 }
 
 inline void check_floating(const char* op, const char* name, const Tensor& x) {
@@ -119,27 +99,6 @@ inline void check_rows(const char* op, const char* name, const Tensor& x) {
       ".unsqueeze(0)");
 }
 
-inline void check_same_device(const char* op, const char* x_name, const Tensor& x, const char* name, const Tensor& y) {
-  check_tensor(op, x_name, x);
-  check_tensor(op, name, y);
-  TORCH_CHECK(x.device() == y.device(), op, ": ", x_name, " is on ", x.device(), " but ", name, " is on ", y.device(),
-      "; move one with .to()");
-}
-
-inline void check_dtype(const char* op, const char* name, const Tensor& x, at::ScalarType type, const char* of) {
-  TORCH_CHECK(x.scalar_type() == type, op, ": expected ", name, " of ", dtype_name(type), ", the dtype of ", of,
-      ", but got ", dtype_name(x.scalar_type()), "; convert one with .to()");
-}
-
-inline void check_shape(const char* op, const char* name, const Tensor& x, SymIntArrayRef shape, const char* of) {
-  TORCH_CHECK(
-      same(x.sym_sizes(), shape), op, ": expected ", name, " of shape ", shape, ", ", of, ", but got ", x.sym_sizes());
-}
-template <std::convertible_to<at::IntArrayRef> Sizes = std::initializer_list<int64_t>>
-void check_shape(const char* op, const char* name, const Tensor& x, const Sizes& shape, const char* of) {
-  check_shape(op, name, x, c10::fromIntArrayRefKnownNonNegative(shape), of);
-}
-
 // Checks that x has the device and dtype of y.
 inline void check_kind_like(const char* op, const char* name, const Tensor& x, const char* of, const Tensor& y) {
   check_same_device(op, of, y, name, x);
@@ -151,6 +110,34 @@ inline void check_like(const char* op, const char* name, const Tensor& x, const 
   check_kind_like(op, name, x, of, y);
   TORCH_CHECK(same(x.sym_sizes(), y.sym_sizes()), op, ": expected ", name, " of shape ", y.sym_sizes(),
       ", the same as ", of, ", but got ", x.sym_sizes());
+}
+
+// Checks a row-wise norm's x and weight: one weight for each element of a row.
+inline void check_norm(const char* op, const char* name, const Tensor& x, const Tensor& weight) {
+  check_floating(op, name, x);
+  check_rows(op, name, x);
+  check_kind_like(op, "weight", weight, name, x);
+  const auto last = x.sym_sizes().slice(x.dim() - 1);
+  TORCH_CHECK(same(weight.sym_sizes(), last), op, ": expected weight of shape ", last, ", the last dimension of ", name,
+      ", but got ", weight.sym_sizes());
+}
+
+// Checks the options of a cross entropy.
+inline void check_loss_options(const char* op, double label_smoothing, std::string_view reduction) {
+  TORCH_CHECK(label_smoothing >= 0 && label_smoothing <= 1, op, ": expected label_smoothing in [0, 1], but got ",
+      label_smoothing);
+  TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none", op,
+      ": expected reduction \"mean\", \"sum\" or \"none\", but got \"", reduction, "\"");
+}
+
+// Checks that target has a class for each row of x.
+inline void check_target(const char* op, const char* x_name, const Tensor& x, const Tensor& target) {
+  check_same_device(op, x_name, x, "target", target);
+  const auto type = target.scalar_type();
+  TORCH_CHECK(type == at::kLong || type == at::kInt, op, ": expected target of int64 or int32, but got ",
+      dtype_name(type), "; convert it with .to()");
+  TORCH_CHECK(same(target.sym_sizes(), rows_of(x)), op, ": expected target of shape ", rows_of(x), ", the same as ",
+      x_name, " without its last dimension, but got ", target.sym_sizes());
 }
 
 // ---- memory for results ----

@@ -4,9 +4,11 @@
 // lse is an output: backward needs no other per-row tensor, and the softmax is not kept.
 #include "kernels/cross_entropy.h"
 #include "ops/autograd.h"
+#include "ops/checks.h"
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 void check_cross_entropy(const char* op, const Tensor& logits, const Tensor& target, int64_t /*ignore_index*/,
     double label_smoothing, double /*z_loss*/, std::string_view reduction) {
@@ -16,7 +18,7 @@ void check_cross_entropy(const char* op, const Tensor& logits, const Tensor& tar
   TORCH_SYM_CHECK(
       logits.sym_size(-1).sym_gt(0), op, ": expected logits of at least one class, but got shape ", logits.sym_sizes());
   check_target(op, "logits", logits, target);
-  check_options(op, label_smoothing, reduction);
+  check_loss_options(op, label_smoothing, reduction);
 }
 
 std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits_, const Tensor& target_, int64_t ignore_index,

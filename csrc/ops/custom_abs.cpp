@@ -14,6 +14,7 @@
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 template <class T, class Real>
 void abs_loop(const T* x, Real* y, int64_t n) {

@@ -11,6 +11,7 @@
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 // ---- dropout ----
 

@@ -10,6 +10,7 @@
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 // The values of x for one scale: multiples of scale from low to high.
 template <class T>

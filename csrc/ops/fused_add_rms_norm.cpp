@@ -5,9 +5,11 @@
 // rstd, because it reads the row of sum anyway.
 #include "kernels/rms_norm.h"
 #include "ops/autograd.h"
+#include "ops/checks.h"
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 // One row of n elements.
 template <class T>
@@ -17,7 +19,7 @@ void forward_row(const T* x, const T* residual, const T* weight, T* y, T* s, int
 }
 
 void check_fused_add_rms_norm(const char* op, const Tensor& x, const Tensor& residual, const Tensor& weight) {
-  check_row(op, "x", x, weight);
+  check_norm(op, "x", x, weight);
   check_like(op, "residual", residual, "x", x);
 }
 
@@ -44,7 +46,7 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm(
 
 void check_fused_add_rms_norm_backward(const char* op, const Tensor& grad_y, const std::optional<Tensor>& grad_sum,
     const Tensor& sum, const Tensor& weight) {
-  check_row(op, "sum", sum, weight);
+  check_norm(op, "sum", sum, weight);
   check_like(op, "grad_y", grad_y, "sum", sum);
   if (grad_sum) check_like(op, "grad_sum", *grad_sum, "sum", sum);
 }
@@ -52,7 +54,7 @@ void check_fused_add_rms_norm_backward(const char* op, const Tensor& grad_y, con
 std::tuple<Tensor, Tensor> fused_add_rms_norm_backward(
     const Tensor& grad_y, const std::optional<Tensor>& grad_sum, const Tensor& sum, const Tensor& weight, double eps) {
   check_fused_add_rms_norm_backward("fused_add_rms_norm_backward", grad_y, grad_sum, sum, weight);
-  return rms_norm_gradients(grad_y, grad_sum, sum, weight, /*rstd=*/std::nullopt, eps);
+  return rms_norm_gradients(grad_y, grad_sum.value_or(Tensor()), sum, weight, /*rstd=*/Tensor(), eps);
 }
 
 // ---- autograd: see Note [Derivatives] ----

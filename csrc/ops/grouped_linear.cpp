@@ -18,6 +18,7 @@
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 // ---- products of matrices in memory ----
 
@@ -91,7 +92,7 @@ void add_dots(int64_t k, const A* a, int64_t a_row, const A* b, int64_t b_col, A
     }
 }
 
-// The same for any number of rows.
+// c += a * b for m rows of a and `columns` columns of b.
 template <class A, int64_t columns>
 void add_rows_of_dots(int64_t m, int64_t k, const A* a, int64_t a_row, const A* b, int64_t b_col, A* c, int64_t c_row) {
   for (; m >= 4; m -= 4, a += 4 * a_row, c += 4 * c_row) add_dots<A, 4, columns>(k, a, a_row, b, b_col, c, c_row);
@@ -165,8 +166,8 @@ class Product {
   Scratch<A> a_{std::is_same_v<T, A> ? 0 : kSide * kDepth}, b_{kSide * kDepth}, sums_{kSide * kRow};
 };
 
-// The same with ATen, and so with oneDNN: for bfloat16, if the processor multiplies it. On that EPYC, packed pairs
-// (gemm.h) took 1.1 to 1.4 times as long.
+// Products of tiles with ATen, and so with oneDNN: for bfloat16, if the processor multiplies it. On an AMD EPYC (Zen
+// 5), packed pairs (gemm.h) took 1.1 to 1.4 times as long.
 class OneDnnProduct {
   using T = c10::BFloat16;
 
@@ -280,7 +281,7 @@ Tensor grouped_linear(const Tensor& x, at::TensorList weights, at::TensorList bi
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), op, [&] {
     using T = scalar_t;
     std::vector<const T*> b;
-    for (const Tensor& each : bias) b.push_back(each.const_data_ptr<T>());
+    for (const Tensor& row : bias) b.push_back(row.const_data_ptr<T>());
     launch(current_stream(x.get_device()),
         [=, x = Matrix<const T>::of(x), w = matrices<const T>(weights), y = Matrix<T>::of(y)] {
           const auto first = rows();
@@ -314,7 +315,7 @@ void sum_rows(const T* x, int64_t n, int64_t stride, int64_t count, T* out) {
     for (int64_t k = 0; k < 4; ++k) part[k].store(sums + k * kLanes<T>);
     for (int64_t k = 0; k < kSumColumns<T>; ++k) total[k] += sums[k];
   }
-  std::transform(total, total + count, out, [](double each) { return static_cast<T>(each); });
+  std::transform(total, total + count, out, [](double sum) { return static_cast<T>(sum); });
 }
 
 void check_grouped_linear_backward(
@@ -364,7 +365,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>> grouped_linear_back
             });
       });
     std::vector<T*> db;
-    for (const Tensor& each : grad_bias) db.push_back(each.mutable_data_ptr<T>());
+    for (const Tensor& row : grad_bias) db.push_back(row.mutable_data_ptr<T>());
     if (output_mask[2])
       launch(stream, [=] {
         const auto first = read();

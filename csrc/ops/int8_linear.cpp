@@ -10,6 +10,7 @@
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 // |q| <= 127 and |weight_q| <= 128: the sum of more products could exceed 2^31.
 constexpr int64_t kMostColumns = 132104;

@@ -16,6 +16,7 @@
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 void check_slots(const char* op, const int64_t* slots, int64_t n, int64_t num_slots) {
   bool ascending = true; // like the slots of a prompt; then no slot repeats

@@ -9,9 +9,11 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/gemm.h"
 #include "ops/autograd.h"
+#include "ops/checks.h"
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 // Rows of a chunk, whose logits are held for all classes; classes of a tile, whose weights a thread holds in cache;
 // classes of a block, whose logits and weights all threads hold in theirs.
@@ -104,11 +106,11 @@ class Chunk {
     x_rows_ = take(gradients_ ? padded<A>(most) * padded<A>(in_.width) : 0);
     grad_x_ = take(gradients_ ? padded<A>(most) * in_.width : 0);
     logits_ = take(gradients_ ? in_.classes * row_ : 0);
-    // The same size with and without pairs, because the user may enable or disable oneDNN before the work runs.
+    // Its size is the same with and without pairs, because the user may enable or disable oneDNN before the work runs.
     by_row_ = take(gradients_ && kHasPairs ? row_ * kBlockRow / 2 : 0);
-    for (A** each : {&tile_max_, &tile_sum_, &tile_total_}) *each = take(tiles_ * row_);
-    for (A** each : {&max_, &sum_, &total_, &logsumexp_, &at_target_, &factor_, &least_, &of_target_})
-      *each = take(row_);
+    for (A** array : {&tile_max_, &tile_sum_, &tile_total_}) *array = take(tiles_ * row_);
+    for (A** array : {&max_, &sum_, &total_, &logsumexp_, &at_target_, &factor_, &least_, &of_target_})
+      *array = take(row_);
   }
 
   // parallel_for over tasks that each process this many elements.
@@ -364,7 +366,7 @@ void check_linear_cross_entropy(const char* op, const Tensor& x, const Tensor& w
     check_kind_like(op, "bias", *bias, "x", x);
     check_shape(op, "bias", *bias, weight.sym_sizes().slice(0, 1), "the classes of weight");
   }
-  check_options(op, label_smoothing, reduction);
+  check_loss_options(op, label_smoothing, reduction);
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;

@@ -19,6 +19,7 @@
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 // Number of boxes that are decided one by one, before the other boxes are compared with the ones that are kept.
 constexpr int64_t kBlock = 256;

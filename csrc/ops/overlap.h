@@ -1,5 +1,5 @@
-// Whether tensors that are written to share memory, exactly, for any strides: threads would race, or a write would be
-// lost.
+// Finds out if tensors that are written to share memory, exactly, for any strides: threads would race, or a write would
+// be lost.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -74,7 +74,7 @@ class Sums {
   int64_t steps_ = 0;
 };
 
-// Whether two elements of x share memory.
+// Returns true if two elements of x share memory.
 inline bool overlaps_itself(const at::Tensor& x) {
   if (x.numel() < 2 || x.is_non_overlapping_and_dense()) return false;
   for (int64_t d = 0; d < x.dim(); ++d) { // two elements whose indices first differ in d

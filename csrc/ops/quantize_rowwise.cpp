@@ -9,6 +9,7 @@
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 // One row of n elements; returns scale.
 template <class T>

@@ -4,12 +4,14 @@
 // differentiable in rstd as in its other arguments, which the second derivative needs.
 #include "kernels/rms_norm.h"
 #include "ops/autograd.h"
+#include "ops/checks.h"
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 void check_rms_norm(const char* op, const Tensor& x, const Tensor& weight) {
-  check_row(op, "x", x, weight);
+  check_norm(op, "x", x, weight);
 }
 
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_, const Tensor& weight_, double eps) {
@@ -30,7 +32,7 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_, const Tensor& weight_, dou
 
 void check_rms_norm_backward(
     const char* op, const Tensor& grad_y, const Tensor& x, const Tensor& weight, const Tensor& rstd) {
-  check_row(op, "x", x, weight);
+  check_norm(op, "x", x, weight);
   check_like(op, "grad_y", grad_y, "x", x);
   check_same_device(op, "x", x, "rstd", rstd);
   check_dtype(op, "rstd", rstd, at::toOpMathType(x.scalar_type()), "its rms_norm output");
@@ -40,7 +42,7 @@ void check_rms_norm_backward(
 std::tuple<Tensor, Tensor> rms_norm_backward(
     const Tensor& grad_y, const Tensor& x, const Tensor& weight, const Tensor& rstd) {
   check_rms_norm_backward("rms_norm_backward", grad_y, x, weight, rstd);
-  return rms_norm_gradients(grad_y, std::nullopt, x, weight, rstd, /*eps=*/0);
+  return rms_norm_gradients(grad_y, /*grad_sum=*/Tensor(), x, weight, rstd, /*eps=*/0);
 }
 
 // ---- autograd: see Note [Derivatives] ----

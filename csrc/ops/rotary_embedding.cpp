@@ -9,6 +9,7 @@
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 // kChunk pairs: the two elements of a pair are adjacent if interleaved, else `half` apart.
 template <bool interleaved, class T, class Table>

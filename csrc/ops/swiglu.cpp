@@ -11,6 +11,7 @@
 
 namespace openreg::ops {
 namespace {
+using namespace kernels;
 
 // A result of at least this many bytes does not stay in cache: the size of the last-level cache.
 int64_t far_size() {

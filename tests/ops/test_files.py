@@ -5,7 +5,7 @@ from pathlib import Path
 import openreg_ops
 
 ROOT = Path(__file__).parents[2]
-SHARED = {"autograd", "op", "__init__", "files", "conventions", "every_operator", "unbacked", "vmap", "boundaries"}
+SHARED = {"autograd", "record", "op", "__init__", "files", "conventions", "every_operator", "unbacked", "vmap", "boundaries"}
 
 
 def names(folder: str, pattern: str, prefix: str = "") -> set[str]:

@@ -22,7 +22,7 @@ Call efficient_call(const char* op, const Tensor& query, const Tensor& key, cons
     const MaybeTensor& bias, const MaybeTensor& offsets_q, const MaybeTensor& offsets_k, MaybeInt longest_q,
     MaybeInt longest_k, double dropout_p, int64_t mask, std::optional<double> scale, MaybeInt window) {
   Call c{op, "cu_seqlens_q", "cu_seqlens_k"};
-  ops::check_tensor(op, "query", query);
+  check_tensor(op, "query", query);
   check_offsets(c, query, offsets_q, offsets_k, false);
   check_inputs(c, query, key, value, 4, false);
   TORCH_CHECK(c.heads == c.kv_heads, op, ": expected query and key with the same number of heads, but got ", c.heads,
@@ -51,9 +51,9 @@ Call efficient_call(const char* op, const Tensor& query, const Tensor& key, cons
   check_dropout(c, dropout_p);
   set_scale(c, scale);
   if (given(bias)) {
-    check_tensor(c, "bias", *bias, query);
-    ops::check_dtype(op, "bias", *bias, query.scalar_type(), "query");
-    ops::check_shape(op, "bias", *bias, {c.batch, c.heads, c.queries, c.keys}, "the same as the scores");
+    check_on_device(c, "bias", *bias, query);
+    check_dtype(op, "bias", *bias, query.scalar_type(), "query");
+    check_shape(op, "bias", *bias, {c.batch, c.heads, c.queries, c.keys}, "the same as the scores");
   }
   return c;
 }
@@ -62,13 +62,13 @@ int64_t padded_rows(const Call& c) {
   return at::divup(c.longest, kAlignLogsumexp) * kAlignLogsumexp;
 }
 
-ops::Rows<float> padded_logsumexp(const Call& c, float* data) {
+kernels::Rows<float> padded_logsumexp(const Call& c, float* data) {
   return {data, c.heads * padded_rows(c), padded_rows(c)};
 }
 
 // For a loop, which accepts a last stride of 0 or 1.
 Tensor bias_of(const Call& c, const MaybeTensor& bias) {
-  return given(bias) ? ops::expand_bias(*bias, {c.batch, c.heads, c.queries, c.keys}) : Tensor();
+  return given(bias) ? kernels::expand_bias(*bias, {c.batch, c.heads, c.queries, c.keys}) : Tensor();
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt> efficient_forward(const Tensor& query,
@@ -96,7 +96,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt> efficient_f
   dispatch(c, query, true, [&](auto zero) {
     using T = decltype(zero);
     Inputs<T> in{heads_of<const T>(query), heads_of<const T>(key), heads_of<const T>(value)};
-    if (bias.defined()) in.bias = ops::Heads<const T>::of(bias);
+    if (bias.defined()) in.bias = kernels::Heads<const T>::of(bias);
     Outputs<T> to{heads_of<T>(out)};
     to.by_total = false;
     if (compute_log_sumexp) to.logsumexp = padded_logsumexp(c, logsumexp.mutable_data_ptr<float>());
@@ -161,21 +161,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad
   dispatch(c, query, true, [&](auto zero) {
     using T = decltype(zero);
     Inputs<T> in{heads_of<const T>(query), heads_of<const T>(key), heads_of<const T>(value)};
-    if (bias.defined()) in.bias = ops::Heads<const T>::of(bias);
-    Grads<T> to{heads_of<const T>(grad_out), heads_of<const T>(out)};
+    if (bias.defined()) in.bias = kernels::Heads<const T>::of(bias);
+    kernels::Gradients<T> to{heads_of<const T>(grad_out), heads_of<const T>(out)};
     const auto rows = padded_logsumexp(c, nullptr);
     to.logsumexp = {logsumexp.const_data_ptr<float>(), rows.batch, rows.head};
-    to.by_total = false;
     to.q = heads_of<T>(grad_q);
     to.k = heads_of<T>(grad_k);
     to.v = heads_of<T>(grad_v);
-    if (wide_bias.defined()) to.bias = ops::Heads<float>::of(wide_bias);
+    if (wide_bias.defined()) to.bias = kernels::Heads<float>::of(wide_bias);
     launch(
         current_stream(query.get_device()),
         [c, in, to, seed, offset]() mutable {
           const std::array<uint64_t, 2> drawn{seed ? *seed : 0, offset ? *offset : 0};
           in.random = drawn.data();
-          backward(c, in, to);
+          backward(c, in, to, /*by_total=*/false);
         },
         Site(op));
   });

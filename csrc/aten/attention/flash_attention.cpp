@@ -17,7 +17,7 @@ Call flash_call(const char* op, const Tensor& query, const Tensor& key, const Te
     const MaybeTensor& offsets_q, const MaybeTensor& offsets_k, int64_t max_q, double dropout_p, bool is_causal,
     std::optional<double> scale, MaybeInt window_left, MaybeInt window_right, bool pages) {
   Call c{op, "cum_seq_q", "cum_seq_k"};
-  ops::check_tensor(op, "query", query);
+  check_tensor(op, "query", query);
   check_offsets(c, query, offsets_q, offsets_k, pages);
   check_inputs(c, query, key, value, c.packed() ? 3 : 4, pages);
   TORCH_CHECK(c.value_width == c.width && c.width % 8 == 0 && c.width <= 256, op,
@@ -61,8 +61,8 @@ Flash flash(const char* op, const Tensor& out, const Tensor& query, const Tensor
   }
   Tensor contiguous_slopes;
   if (given(slopes)) {
-    check_tensor(c, "alibi_slopes", *slopes, query);
-    ops::check_dtype(op, "alibi_slopes", *slopes, at::kFloat, "the scores");
+    check_on_device(c, "alibi_slopes", *slopes, query);
+    check_dtype(op, "alibi_slopes", *slopes, at::kFloat, "the scores");
     TORCH_CHECK(slopes->sizes() == at::IntArrayRef{c.heads} || slopes->sizes() == at::IntArrayRef({c.batch, c.heads}),
         op, ": expected alibi_slopes of shape ", at::IntArrayRef{c.heads}, " or ", at::IntArrayRef({c.batch, c.heads}),
         ", but got ", slopes->sizes());
@@ -120,7 +120,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_forward(const Tensor& q
     MaybeInt window_size_right, const MaybeTensor& seqused_k, const MaybeTensor& alibi_slopes,
     const MaybeTensor& block_table, MaybeInt /*num_splits*/) {
   constexpr const char* op = "_flash_attention_forward";
-  ops::check_tensor(op, "query", query);
+  check_tensor(op, "query", query);
   Tensor out = at::empty_like(query);
   auto f = flash(op, out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
       return_debug_mask, scale, window_size_left, window_size_right, seqused_k, alibi_slopes, block_table);
@@ -135,9 +135,9 @@ Tensor flash_forward_inplace(Tensor& out, const Tensor& query, const Tensor& key
   constexpr const char* op = "_flash_attention_forward_no_dropout_inplace";
   TORCH_CHECK(dropout_p == 0 && !return_debug_mask, op, ": expected dropout_p=0 and return_debug_mask=False, but got ",
       dropout_p, " and ", return_debug_mask);
-  ops::check_same_device(op, "query", query, "out", out);
-  ops::check_dtype(op, "out", out, query.scalar_type(), "query");
-  ops::check_shape(op, "out", out, query.sizes(), "the same as query");
+  check_same_device(op, "query", query, "out", out);
+  check_dtype(op, "out", out, query.scalar_type(), "query");
+  check_shape(op, "out", out, query.sizes(), "the same as query");
   at::assert_no_internal_overlap(out);
   for (const Tensor& x : {query, key, value}) at::assert_no_overlap(out, x);
   return flash(op, out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, 0, is_causal, false, scale,
@@ -162,10 +162,10 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad_out, const 
   dispatch(c, query, false, [&](auto zero) {
     using T = decltype(zero);
     const Inputs<T> in{heads_of<const T>(query), heads_of<const T>(key), heads_of<const T>(value), {}, {}, random};
-    const Grads<T> to{heads_of<const T>(grad_out), heads_of<const T>(out),
-        {logsumexp.const_data_ptr<float>(), c.packed() ? 0 : c.heads * c.queries, c.queries}, c.packed(),
-        heads_of<T>(grad_q), heads_of<T>(grad_k), heads_of<T>(grad_v), {}};
-    launch(current_stream(query.get_device()), [c, in, to] { backward(c, in, to); }, Site(op));
+    const kernels::Gradients<T> to{heads_of<const T>(grad_out), heads_of<const T>(out),
+        {logsumexp.const_data_ptr<float>(), c.packed() ? 0 : c.heads * c.queries, c.queries}, {}, heads_of<T>(grad_q),
+        heads_of<T>(grad_k), heads_of<T>(grad_v), {}};
+    launch(current_stream(query.get_device()), [c, in, to] { backward(c, in, to, c.packed()); }, Site(op));
   });
   return {grad_q, grad_k, grad_v};
 }

@@ -17,6 +17,7 @@
 
 #include "backend/functorch.h"
 #include "backend/identity/identity.h"
+#include "backend/tensor_checks.h"
 #include "kernels/attention.h"
 
 namespace openreg {
@@ -33,7 +34,7 @@ at::Tensor shape_of(const at::Tensor& t) {
   return shape;
 }
 
-// What CUDA's memory-efficient kernel takes.
+// Returns true if CUDA's memory-efficient kernel takes these tensors.
 bool takes_efficient(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const std::optional<at::Tensor>& mask, bool is_causal) {
   const auto type = query.scalar_type();
@@ -75,21 +76,21 @@ using Attention = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10
 void check_inputs(const char* op, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const std::optional<at::Tensor>& bias) {
   for (const auto& [name, x] : {std::pair{"query", &query}, {"key", &key}, {"value", &value}}) {
-    ops::check_same_device(op, "query", query, name, *x);
-    ops::check_dtype(op, name, *x, query.scalar_type(), "query");
+    check_same_device(op, "query", query, name, *x);
+    check_dtype(op, name, *x, query.scalar_type(), "query");
     TORCH_CHECK(
         x->dim() == 4, op, ": expected ", name, " of shape [batch, heads, length, width], but got ", x->sizes());
   }
-  ops::check_shape(
+  check_shape(
       op, "key", key, {query.size(0), key.size(1), key.size(2), query.size(3)}, "with the batch and width of query");
-  ops::check_shape(op, "value", value, {query.size(0), key.size(1), key.size(2), value.size(3)},
+  check_shape(op, "value", value, {query.size(0), key.size(1), key.size(2), value.size(3)},
       "with the batch, heads and length of key");
   TORCH_CHECK(key.size(1) == 0 ? query.size(1) == 0 : query.size(1) % key.size(1) == 0, op,
       ": expected the number of heads of query to be a multiple of ", key.size(1), ", the heads of key, but got ",
       query.size(1));
   if (!bias || !bias->defined()) return;
-  ops::check_same_device(op, "query", query, "attn_bias", *bias);
-  const auto shape = ops::scores_shape(query, key);
+  check_same_device(op, "query", query, "attn_bias", *bias);
+  const auto shape = kernels::scores_shape(query, key);
   bool broadcasts = bias->dim() == 2 || bias->dim() == 4;
   for (int64_t i = 1; broadcasts && i <= bias->dim(); ++i)
     broadcasts = bias->size(-i) == 1 || bias->size(-i) == shape[4 - static_cast<size_t>(i)];
@@ -97,7 +98,7 @@ void check_inputs(const char* op, const at::Tensor& query, const at::Tensor& key
       ", but got ", bias->sizes());
 }
 
-// Whether there are no scores. The kernel would divide by zero.
+// Returns true if there are no scores: the kernel would divide by zero.
 bool has_no_scores(const at::Tensor& query, const at::Tensor& key) {
   return !query.size(0) || !query.size(1) || !query.size(2) || !key.size(2);
 }
@@ -132,23 +133,24 @@ at::Tensor bias_gradient(const at::Tensor& grad, const at::Tensor& query, const 
   constexpr const char* op = "_scaled_dot_product_fused_attention_overrideable_backward";
   TORCH_CHECK(bias.defined() && bias.is_floating_point(), op,
       ": expected a floating-point attn_bias, whose gradient is asked for, but got ",
-      bias.defined() ? ops::dtype_name(bias.scalar_type()) : "None");
+      bias.defined() ? dtype_name(bias.scalar_type()) : "None");
   const auto type = query.scalar_type(), wide = at::toOpMathType(type);
-  const auto shape = ops::scores_shape(query, key);
-  const at::Tensor added = ops::expand_bias(bias.to(type), shape), logsumexp = logsumexp_.to(wide).contiguous();
+  const auto shape = kernels::scores_shape(query, key);
+  const at::Tensor added = kernels::expand_bias(bias.to(type), shape), logsumexp = logsumexp_.to(wide).contiguous();
   at::Tensor grad_bias = at::zeros(bias.sizes(), query.options().dtype(wide));
-  const at::Tensor expanded = ops::expand_bias(grad_bias, shape);
+  const at::Tensor expanded = kernels::expand_bias(grad_bias, shape);
   std::array<int64_t, 4> own{1, 1, 1, 1};
   std::copy(bias.sizes().rbegin(), bias.sizes().rend(), own.rbegin());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type, op, [&] {
     using T = scalar_t;
-    using A = ops::Acc<T>;
-    ops::Gradients<T> g{ops::Heads<const T>::of(grad), ops::Heads<const T>::of(out), ops::Rows<const A>::of(logsumexp)};
-    g.bias = ops::Heads<A>::of(expanded);
+    using A = kernels::Acc<T>;
+    kernels::Gradients<T> g{
+        kernels::Heads<const T>::of(grad), kernels::Heads<const T>::of(out), kernels::Rows<const A>::of(logsumexp)};
+    g.bias = kernels::Heads<A>::of(expanded);
     launch(
         current_stream(query.get_device()),
-        [s = ops::scores_of<T>(query, key, value, added, causal, ops::scale_of(query, scale_)), g, own] {
-          ops::bias_loop(s, g, own);
+        [s = kernels::scores_of<T>(query, key, value, added, causal, kernels::scale_of(query, scale_)), g, own] {
+          kernels::bias_loop(s, g, own);
         },
         Site(op));
   });
@@ -164,12 +166,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> fused_attention_backw
   check_inputs(op, query, key, value, bias);
   const std::array<int64_t, 4> out_shape{query.size(0), query.size(1), query.size(2), value.size(3)};
   for (const auto& [name, x] : {std::pair{"grad_out", &grad}, {"out", &out}}) {
-    ops::check_same_device(op, "query", query, name, *x);
-    ops::check_dtype(op, name, *x, query.scalar_type(), "query");
-    ops::check_shape(op, name, *x, out_shape, "the same as forward's output");
+    check_same_device(op, "query", query, name, *x);
+    check_dtype(op, name, *x, query.scalar_type(), "query");
+    check_shape(op, name, *x, out_shape, "the same as forward's output");
   }
-  ops::check_same_device(op, "query", query, "logsumexp", logsumexp);
-  ops::check_shape(op, "logsumexp", logsumexp, query.sizes().slice(0, 3), "the same as forward's output");
+  check_same_device(op, "query", query, "logsumexp", logsumexp);
+  check_shape(op, "logsumexp", logsumexp, query.sizes().slice(0, 3), "the same as forward's output");
   if (has_no_scores(query, key))
     return {at::zeros_like(query), at::zeros_like(key), at::zeros_like(value),
         mask[3] ? at::zeros_like(bias) : at::Tensor()};
