@@ -272,7 +272,7 @@ void MemoryPool::fail(std::size_t bytes, const char* advice) {
 }
 
 std::size_t MemoryPool::take_pages(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size,
-    bool ahead, bool captured, std::unique_lock<Mutex>& lock) {
+    bool ahead, bool captured, std::unique_lock<std::mutex>& lock) {
   std::size_t page = kNoPage;
   bool taken = false; // from the pages that no work uses
   const auto take = [&] {

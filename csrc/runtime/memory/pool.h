@@ -18,7 +18,6 @@
 #include "runtime/memory/pages.h"
 #include "runtime/memory/private_pools.h"
 #include "runtime/memory/stats.h"
-#include "runtime/mutex.h"
 #include "runtime/stream/stream.h"
 #include "runtime/stream/turn.h"
 
@@ -130,9 +129,9 @@ class MemoryPool {
   // Takes `length` free pages for a stream, for `size` bytes of which `bytes` are requested, and returns the first
   // page. `ahead`: for use before the stream's queued work. The caller then calls count_segments().
   std::size_t take_pages(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size, bool ahead,
-      bool captured, std::unique_lock<Mutex>& lock);
+      bool captured, std::unique_lock<std::mutex>& lock);
 
-  Mutex mutex_;
+  std::mutex mutex_;
   int device_ = 0;
   Pages pages_;
   PrivatePools private_;

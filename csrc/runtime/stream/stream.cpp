@@ -14,7 +14,6 @@
 #include "runtime/explore/schedule.h"
 #include "runtime/graph/graph.h"
 #include "runtime/memory/isolation.h"
-#include "runtime/per_thread.h"
 #include "runtime/process/error.h"
 #include "runtime/process/exit.h"
 #include "runtime/process/fault.h"
@@ -30,7 +29,7 @@ std::atomic<std::uint32_t> detail::attention{0};
 
 namespace {
 
-using CurrentIds = PerThread<std::array<std::int64_t, kMaxDevices>, struct CurrentStreams>;
+constinit thread_local std::array<std::int64_t, kMaxDevices> current_ids{};
 std::array<std::array<std::atomic<std::uint32_t>, 2>, kMaxDevices> next{};
 
 // One counter per thread, summed by launch_count(); a shared counter would cost an atomic operation per launch.
@@ -72,12 +71,12 @@ const bool launch_mode_from_environment = [] {
 } // namespace
 
 Stream detail::thread_stream(int device) noexcept {
-  return {device, CurrentIds::get()[static_cast<std::size_t>(device)]};
+  return {device, current_ids[static_cast<std::size_t>(device)]};
 }
 
 detail::TurnState* detail::try_turn(int device) noexcept {
   if (attention.load(std::memory_order_acquire) != 0) return nullptr;
-  TurnState& turn = turn_of(device, CurrentIds::get()[static_cast<std::size_t>(device)]);
+  TurnState& turn = turn_of(device, current_ids[static_cast<std::size_t>(device)]);
   return turn.mutex.try_lock() ? &turn : nullptr;
 }
 
@@ -92,7 +91,7 @@ void set_next_streams(const std::vector<std::uint32_t>& all) {
 }
 
 Stream exchange_stream(Stream stream) noexcept {
-  return {stream.device, std::exchange(CurrentIds::get()[static_cast<std::size_t>(stream.device)], stream.id)};
+  return {stream.device, std::exchange(current_ids[static_cast<std::size_t>(stream.device)], stream.id)};
 }
 
 Stream new_stream(int device, int priority) noexcept {

@@ -13,7 +13,7 @@ std::array<detail::TurnState, kMaxDevices * kStreams> turns;
 
 void wait(void* turn) {
   auto* const held = static_cast<detail::TurnState*>(turn);
-  held->mutex.wait();
+  held->mutex.lock();
   detail::held_turn() = held; // from here on, as Note [Exit] asks whether the thread has one
 }
 

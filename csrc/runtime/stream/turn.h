@@ -1,11 +1,10 @@
 // Work that several threads run on one stream takes turns.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <utility>
-
-#include "runtime/mutex.h"
-#include "runtime/per_thread.h"
 
 namespace openreg {
 
@@ -19,13 +18,15 @@ namespace openreg {
 namespace detail {
 
 struct alignas(64) TurnState {
-  Mutex mutex;
+  std::mutex mutex;
+  std::atomic<bool> busy{false}; // work has it; for Note [Usage]
   std::uint64_t taken = 0; // how often its holder has taken it; see also detail::queue()
 };
 TurnState& turn_of(int device, std::int64_t stream) noexcept;
-// The calling thread's turn.
+// The turn that the calling thread has, or null.
+inline constinit thread_local TurnState* turn_of_thread = nullptr;
 inline TurnState*& held_turn() noexcept {
-  return PerThread<TurnState*, struct HeldTurn>::get();
+  return turn_of_thread;
 }
 // Whether the calling thread is running work.
 bool in_work() noexcept;
@@ -36,9 +37,11 @@ inline void take(TurnState& turn, TurnState*& held) noexcept {
   if (!turn.mutex.try_lock()) [[unlikely]]
     wait_for_turn(turn);
   ++turn.taken;
+  turn.busy.store(true, std::memory_order_relaxed);
   held = &turn;
 }
 inline void give(TurnState*& held) noexcept {
+  held->busy.store(false, std::memory_order_relaxed);
   std::exchange(held, nullptr)->mutex.unlock();
 }
 
