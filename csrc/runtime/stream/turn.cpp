@@ -3,8 +3,6 @@
 #include <array>
 
 #include "runtime/device.h"
-#include "runtime/process/interrupts.h"
-#include "runtime/stream/task.h"
 
 namespace openreg {
 namespace {
@@ -18,6 +16,8 @@ void wait(void* turn) {
 }
 
 } // namespace
+
+constinit thread_local detail::TurnState* detail::turn_of_thread = nullptr;
 
 detail::NoTurn::NoTurn() noexcept : given_(held_turn()) {
   if (given_) give(held_turn());

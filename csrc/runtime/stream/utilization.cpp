@@ -10,8 +10,6 @@
 #include <thread>
 
 #include "runtime/process/fork.h"
-#include "runtime/process/interrupts.h"
-#include "runtime/stream/task.h"
 #include "runtime/stream/turn.h"
 
 namespace openreg {
