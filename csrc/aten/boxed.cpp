@@ -28,6 +28,7 @@
 #include "backend/identity/identity.h"
 #include "backend/sync_debug.h"
 #include "runtime/device.h"
+#include "runtime/process/attention.h"
 
 namespace openreg {
 namespace {

@@ -16,6 +16,7 @@
 #include "aten/cpu_call.h"
 #include "aten/deferred/captured.h"
 #include "aten/deferred/queued.h"
+#include "runtime/process/attention.h"
 
 namespace at {
 struct TensorIteratorBase;

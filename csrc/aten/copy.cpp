@@ -19,9 +19,11 @@
 #include "backend/sync_debug.h"
 #include "runtime/explore/schedule.h"
 #include "runtime/memory/memory.h"
+#include "runtime/process/attention.h"
 #include "runtime/process/fault.h"
-#include "runtime/process/profile.h"
 #include "runtime/stream/event.h"
+#include "runtime/stream/launch.h"
+#include "runtime/stream/profile.h"
 #include "runtime/stream/stream.h"
 
 namespace openreg {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "backend/allocator.h"
-#include "runtime/stream/stream.h"
+#include "runtime/stream/launch.h"
 
 namespace openreg {
 

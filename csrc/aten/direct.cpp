@@ -7,6 +7,7 @@
 #include "aten/traits/missing_checks.h"
 #include "backend/identity/identity.h"
 #include "backend/sync_debug.h"
+#include "runtime/stream/launch.h"
 
 #include <ATen/native/Activation.h>
 #include <ATen/native/BinaryOps.h>

@@ -17,6 +17,7 @@
 #include "backend/new_tensor.h"
 #include "backend/sync_debug.h"
 #include "runtime/memory/memory.h"
+#include "runtime/stream/launch.h"
 #include "runtime/stream/stream.h"
 
 namespace openreg {
@@ -126,10 +127,9 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   TORCH_CHECK(data, "_local_scalar_dense: expected a tensor with memory, but the storage of this one, of shape ",
       self.sizes(), ", was freed or resized to nothing");
   if (C10_LIKELY(!watches_syncs()))
-    if (auto* turn = detail::try_turn(self.device().index())) {
-      const std::unique_lock lock(turn->mutex, std::adopt_lock);
-      return element(data, self.storage_offset(), self.scalar_type());
-    }
+    if (at::Scalar value; detail::read_if_idle(
+            self.device().index(), [&] { value = element(data, self.storage_offset(), self.scalar_type()); }))
+      return value;
   const Stream stream = detail::thread_stream(self.device().index());
   if (detail::captures(stream))
     detail::refuse_capture(stream, "aten::_local_scalar_dense",

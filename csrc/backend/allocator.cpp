@@ -15,10 +15,10 @@
 #include "runtime/device.h"
 #include "runtime/graph/graph.h"
 #include "runtime/interface.h"
-#include "runtime/memory/isolation.h"
 #include "runtime/memory/memory.h"
 #include "runtime/memory/stats.h"
 #include "runtime/process/fault.h"
+#include "runtime/process/isolation.h"
 #include "runtime/process/notices.h"
 #include "runtime/stream/stream.h"
 #include "runtime/stream/turn.h"
@@ -151,7 +151,7 @@ void resize_storage(c10::StorageImpl* storage, size_t bytes) {
   TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
   c10::DataPtr grown = allocate_on(storage->device().index(), bytes);
   if (storage->nbytes() && bytes) copy_memory(grown.get(), storage->data(), std::min(bytes, storage->nbytes()));
-  notice("resized", storage->data(), detail::thread_stream(storage->device().index()));
+  notice(NoticeKind::kResized, storage->data(), detail::thread_stream(storage->device().index()));
   replace_memory(storage, std::move(grown));
   storage->set_nbytes(bytes);
 }

@@ -5,6 +5,7 @@
 #include "backend/device_index.h"
 #include "backend/identity/identity.h"
 #include "runtime/device.h"
+#include "runtime/memory/memory.h"
 #include "runtime/process/error.h"
 #include "runtime/process/fork.h"
 #include "runtime/stream/stream.h"

@@ -14,6 +14,7 @@
 #include "backend/identity/identity.h"
 #include "backend/sync_debug.h"
 #include "runtime/device.h"
+#include "runtime/graph/external_event.h"
 #include "runtime/graph/graph.h"
 #include "runtime/memory/memory.h"
 #include "runtime/process/error.h"
@@ -21,7 +22,6 @@
 #include "runtime/process/fork.h"
 #include "runtime/process/notices.h"
 #include "runtime/stream/event.h"
-#include "runtime/stream/external_event.h"
 #include "runtime/stream/ipc_event.h"
 #include "runtime/stream/stream.h"
 
@@ -74,9 +74,9 @@ std::unique_ptr<Event> new_event(int device, c10::EventFlag flag) {
 }
 
 // Tells the race detector. In a capture, an ordinary event gives only edges, and an external one becomes a node.
-void notice_event(const char* what, const char* captured, const Event& event, Stream stream) {
+void notice_event(NoticeKind kind, NoticeKind captured, const Event& event, Stream stream) {
   if (!event.identity()) return;
-  if (!detail::captures(stream)) notice(what, event.identity(), stream);
+  if (!detail::captures(stream)) notice(kind, event.identity(), stream);
   else if (event.external()) notice(captured, event.identity(), stream);
 }
 
@@ -127,12 +127,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const DeviceStream& stream) const override {
     synchronizes("Stream.synchronize", checked_stream(stream));
     synchronize_stream(checked_stream(stream));
-    notice("stream_synchronized", nullptr, checked_stream(stream));
+    notice(NoticeKind::kStreamSynchronized, nullptr, checked_stream(stream));
   }
   void synchronizeDevice(DeviceIndex device) const override {
     trace_gpu(&Trace::trace_gpu_device_synchronization);
     synchronize_device(checked_index(device));
-    notice("device_synchronized", nullptr, {checked_index(device), 0});
+    notice(NoticeKind::kDeviceSynchronized, nullptr, {checked_index(device), 0});
   }
   bool isStreamCapturing(const DeviceStream& stream) const override { return is_capturing(checked_stream(stream)); }
   // Autograd calls this for a gradient that another stream continues with.
@@ -145,7 +145,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
-    notice("event_destroyed", event, {});
+    notice(NoticeKind::kEventDestroyed, event, {});
     if (event) trace_gpu(&Trace::trace_gpu_event_deletion, trace_address(event));
     delete static_cast<Event*>(event);
   }
@@ -158,13 +158,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (opening_event) return; // which is created but not recorded
     trace_gpu(&Trace::trace_gpu_event_record, trace_address(*event), trace_handle(stream));
     static_cast<Event*>(*event)->record(checked_stream(stream));
-    notice_event("event_recorded", "record_captured", *static_cast<Event*>(*event), checked_stream(stream));
+    notice_event(
+        NoticeKind::kEventRecorded, NoticeKind::kRecordCaptured, *static_cast<Event*>(*event), checked_stream(stream));
   }
   void block(void* event, const DeviceStream& stream) const override {
     if (!event) return;
     trace_gpu(&Trace::trace_gpu_event_wait, trace_address(event), trace_handle(stream));
     static_cast<Event*>(event)->block(checked_stream(stream));
-    notice_event("event_waited_for", "wait_captured", *static_cast<Event*>(event), checked_stream(stream));
+    notice_event(
+        NoticeKind::kEventWaitedFor, NoticeKind::kWaitCaptured, *static_cast<Event*>(event), checked_stream(stream));
   }
   bool queryEvent(void* event) const override {
     if (!event) return true;
@@ -176,7 +178,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!event) return;
     trace_gpu(&Trace::trace_gpu_event_synchronization, trace_address(event));
     static_cast<Event*>(event)->synchronize();
-    notice("event_synchronized", static_cast<Event*>(event)->identity(), {});
+    notice(NoticeKind::kEventSynchronized, static_cast<Event*>(event)->identity(), {});
   }
   double elapsedTime(void* start, void* end, DeviceIndex) const override {
     TORCH_CHECK(start && end, "openreg: both events must be recorded before elapsed_time(); call record() on each");

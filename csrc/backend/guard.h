@@ -20,7 +20,7 @@ Stream checked_stream(const c10::Stream& stream);
 inline constexpr c10::EventFlag kInterprocess = c10::EventFlag::INVALID;
 
 // Creates the backend's part of an event: with kInterprocess, the event that `handle` names, or a new one; otherwise a
-// new one for graphs, see Note [External events] in csrc/runtime/stream/external_event.h.
+// new one for graphs, see Note [External events] in csrc/runtime/graph/external_event.h.
 void open_event(c10::Event& event, c10::DeviceIndex device, const std::string& handle);
 // Returns the handle with which another process opens an event. Creates the event's part on the current device if it
 // has none yet.

@@ -18,6 +18,7 @@
 #include "runtime/memory/memory.h"
 #include "runtime/process/fork.h"
 #include "runtime/process/notices.h"
+#include "runtime/stream/queue.h"
 #include "runtime/stream/stream.h"
 
 namespace openreg {
@@ -77,7 +78,7 @@ void free_pinned(void* pointer) {
   auto& [mutex, blocks, free, waiting, stats] = pool();
   std::lock_guard lock(mutex);
   Block& block = blocks.at(static_cast<const char*>(pointer));
-  notice("host_freed", pointer, {}, block.bytes); // under the lock, so before another thread gets the block
+  notice(NoticeKind::kHostFreed, pointer, {}, block.bytes); // under the lock, so before another thread gets the block
   block.used = false;
   waiting.push_back(static_cast<const char*>(pointer));
   pool().collect();

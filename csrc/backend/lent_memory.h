@@ -3,24 +3,21 @@
 
 #include <c10/core/Device.h>
 
-#include "runtime/per_thread.h"
-
 namespace openreg {
 
 // Makes the CPU allocator hand out memory of `device` on this thread, labeled CPU, so a CPU kernel's results need no
 // copy: see Note [Lent memory]. Device -1 lends none.
 class LendDeviceMemory {
  public:
-  explicit LendDeviceMemory(c10::DeviceIndex device) : slot_(Lent::get()), previous_(slot_) { slot_ = device; }
-  ~LendDeviceMemory() { slot_ = previous_; }
+  explicit LendDeviceMemory(c10::DeviceIndex device) : previous_(lent_) { lent_ = device; }
+  ~LendDeviceMemory() { lent_ = previous_; }
   LendDeviceMemory(const LendDeviceMemory&) = delete;
   LendDeviceMemory& operator=(const LendDeviceMemory&) = delete;
-  static c10::DeviceIndex lent() { return Lent::get(); }
-  void to(c10::DeviceIndex device) { slot_ = device; }
+  static c10::DeviceIndex lent() { return lent_; }
+  void to(c10::DeviceIndex device) { lent_ = device; }
 
  private:
-  using Lent = PerThread<c10::DeviceIndex, LendDeviceMemory, -1>;
-  c10::DeviceIndex& slot_;
+  static inline constinit thread_local c10::DeviceIndex lent_ = -1;
   const c10::DeviceIndex previous_;
 };
 

@@ -28,9 +28,10 @@
 #include "backend/identity/identity.h"
 #include "runtime/device.h"
 #include "runtime/memory/contents.h"
+#include "runtime/memory/memory.h"
 #include "runtime/memory/stats.h"
-#include "runtime/process/profile.h"
 #include "runtime/stream/event.h"
+#include "runtime/stream/profile.h"
 #include "runtime/stream/stream.h"
 
 namespace openreg {

@@ -17,6 +17,7 @@
 #include "runtime/process/fault.h"
 #include "runtime/process/fork.h"
 #include "runtime/process/notices.h"
+#include "runtime/stream/launch.h"
 #include "runtime/stream/stream.h"
 #include "runtime/stream/utilization.h"
 
@@ -30,6 +31,15 @@ constexpr Named<SyncDebugMode> kSyncDebugModes[] = {
 constexpr Named<Fault> kFaults[] = {{Fault::kAllocation, "allocation"}, {Fault::kKernel, "kernel"},
     {Fault::kCopy, "copy"}, {Fault::kLost, "lost"}, {Fault::kKernelLatency, "kernel_latency"},
     {Fault::kCopyLatency, "copy_latency"}};
+constexpr Named<NoticeKind> kNotices[] = {{NoticeKind::kAllocated, "allocated"}, {NoticeKind::kFreed, "freed"},
+    {NoticeKind::kResized, "resized"}, {NoticeKind::kStreamRecorded, "stream_recorded"},
+    {NoticeKind::kHostFreed, "host_freed"}, {NoticeKind::kEventRecorded, "event_recorded"},
+    {NoticeKind::kEventWaitedFor, "event_waited_for"}, {NoticeKind::kRecordCaptured, "record_captured"},
+    {NoticeKind::kWaitCaptured, "wait_captured"}, {NoticeKind::kEventSynchronized, "event_synchronized"},
+    {NoticeKind::kEventDestroyed, "event_destroyed"}, {NoticeKind::kStreamSynchronized, "stream_synchronized"},
+    {NoticeKind::kDeviceSynchronized, "device_synchronized"}, {NoticeKind::kCollectiveStarted, "collective_started"},
+    {NoticeKind::kCollectiveWaitedFor, "collective_waited_for"},
+    {NoticeKind::kCollectiveDestroyed, "collective_destroyed"}};
 
 py::dict identity_as_names() {
   const auto key = [](c10::DispatchKey named) { return std::string(c10::toString(named)); };
@@ -130,8 +140,9 @@ void bind_tools(py::module_& m) {
   m.def("take_notices", [] {
     py::list notices;
     for (const auto& notice : take_notices())
-      notices.append(py::make_tuple(notice.what, notice.thread, reinterpret_cast<uintptr_t>(notice.object),
-          py::make_tuple(notice.stream.device, notice.stream.id), notice.bytes));
+      notices.append(
+          py::make_tuple(name_of(notice.kind, kNotices), notice.thread, reinterpret_cast<uintptr_t>(notice.object),
+              py::make_tuple(notice.stream.device, notice.stream.id), notice.bytes));
     return notices;
   });
 }

@@ -14,7 +14,10 @@
 
 #include "runtime/process/exit.h"
 #include "runtime/process/fork.h"
+#include "runtime/stream/launch.h"
+#include "runtime/stream/queue.h"
 #include "runtime/stream/stream.h"
+#include "runtime/stream/turn.h"
 
 namespace openreg {
 namespace {
@@ -43,8 +46,10 @@ unsigned long ends_process = 0; // the thread, in Python's numbers
 std::atomic<std::uint64_t> away{0};
 std::atomic<bool> ended{false}; // the device has ended: only the interpreter is left
 
-// On a Python thread other than the one that ends the process: waits until the interpreter ends, and then forever.
+// On a Python thread that runs no work, other than the one that ends the process: waits until the interpreter ends, and
+// then forever.
 void stay() {
+  if (detail::in_work()) return;
   if (Py_IsInitialized() && !PyGILState_GetThisThreadState()) return;
   if (PyThread_get_thread_ident() == ends_process) return;
   if (c10::getThreadName().starts_with(kAutograd)) return;

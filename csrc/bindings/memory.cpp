@@ -13,9 +13,9 @@
 #include "bindings/names.h"
 #include "runtime/device.h"
 #include "runtime/memory/contents.h"
-#include "runtime/memory/isolation.h"
 #include "runtime/memory/memory.h"
 #include "runtime/process/fork.h"
+#include "runtime/process/isolation.h"
 #include "runtime/stream/stream.h"
 
 // From torch/csrc/profiler/python/combined_traceback.h, which includes a header that the wheel lacks.

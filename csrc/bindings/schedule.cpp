@@ -56,7 +56,12 @@ void bind_schedules(py::module_& m) {
           py::make_tuple(action.stream.device, action.stream.id), action.place, action.name, action.where));
     return out;
   });
-  m.def("abandon_order", &detail::abandon_schedule, waits);
+  m.def(
+      "abandon_order",
+      [] {
+        if (detail::scheduled()) detail::schedule_watcher.abandon();
+      },
+      waits);
   m.def("order_on", [] { return detail::scheduled(); });
   m.def("next_streams", &next_streams);
   m.def("set_next_streams", &set_next_streams);

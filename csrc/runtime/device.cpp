@@ -9,12 +9,10 @@
 #include <string>
 #include <utility>
 
-#include "runtime/per_thread.h"
-
 namespace openreg {
 namespace {
 
-using Current = PerThread<int, struct CurrentDevice>;
+constinit thread_local int current = 0;
 
 // Parses "8GiB", "512 MB", "1048576"; if it cannot, prints a message and returns `otherwise`.
 std::size_t bytes_from_environment(const char* name, std::size_t otherwise) {
@@ -69,11 +67,11 @@ std::size_t device_memory() noexcept {
 }
 
 int current_device() noexcept {
-  return Current::get();
+  return current;
 }
 
 int exchange_device(int device) noexcept {
-  return std::exchange(Current::get(), device);
+  return std::exchange(current, device);
 }
 
 } // namespace openreg

@@ -1,11 +1,25 @@
 // How many simulated devices there are, how large they are, and which is current.
+//
+// The runtime's folders, from below. Each includes only those before it, and no two modules (a header with its .cpp)
+// include each other, directly or indirectly: tests/project/test_includes.py.
+// process/: what the whole process shares: errors, signals, fork() and exit, faults, isolation, the log of notices.
+// stream/: streams, their queues, launching, events, profiles. What watches them from above: stream/watchers.h.
+// memory/: device memory, reused in the order of streams.
+// graph/: captures of streams, and their replay.
+// explore/: schedules, which decide what runs next.
+// interface.cpp: all of it, for programs in C.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace openreg {
 
 inline constexpr int kMaxDevices = 64;
+
+// Streams per device: the default stream and, as in CUDA, 32 of either priority, reused round robin.
+inline constexpr std::int64_t kPool = 32;
+inline constexpr std::size_t kStreams = 1 + 2 * kPool;
 
 // The number of devices: OPENREG_DEVICE_COUNT, 2 unless set, 0 to kMaxDevices.
 int device_count() noexcept;

@@ -16,14 +16,13 @@
 #include <utility>
 
 #include "runtime/device.h"
-#include "runtime/graph/graph.h"
 #include "runtime/memory/contents.h"
 #include "runtime/memory/memory.h"
 #include "runtime/process/error.h"
 #include "runtime/process/fault.h"
 #include "runtime/process/notices.h"
 #include "runtime/stream/event.h"
-#include "runtime/stream/stream.h"
+#include "runtime/stream/launch.h"
 
 struct openreg_event {
   openreg::Event event;
@@ -103,7 +102,7 @@ std::string hexadecimal(const void* address) {
   return text.str();
 }
 
-// The start of a block in use, which alone names it.
+// Throws unless `memory` starts a block in use.
 void check_block(const char* function, const void* memory) {
   check_memory(function, memory);
   const MemoryOwner owner = owner_of(memory);
@@ -119,7 +118,7 @@ void check_block(const char* function, const void* memory) {
         " of a block that starts at " + hexadecimal(owner.block.address) + "; give that address");
 }
 
-// Of what a call takes a pointer to.
+// Dereferences a required argument; throws if it is null.
 template <class T>
 T& given(const char* what, T* pointer) {
   if (!pointer) throw std::invalid_argument(std::string("expected ") + what + ", but got NULL");
@@ -130,7 +129,7 @@ openreg_event& checked(openreg_event* event) {
   return given("an event from create_event()", event);
 }
 
-// Whether a block in use holds all of the bytes at an address.
+// Throws unless one block in use holds all of the bytes at an address.
 void check_range(const char* function, const void* memory, std::size_t bytes) {
   const MemoryOwner owner = owner_of(memory);
   const auto before = static_cast<std::size_t>(
@@ -144,7 +143,7 @@ void check_range(const char* function, const void* memory, std::size_t bytes) {
         hexadecimal(owner.block.address) + "; copy what it holds");
 }
 
-// What errors, profiles and faults read of a site, which came from outside.
+// Checks a site that came from outside, and fills in what errors, profiles and faults read.
 openreg_site checked(const openreg_site* site) {
   openreg_site ours = given("a site", site);
   if (!ours.name && !ours.function)
@@ -203,7 +202,7 @@ constexpr openreg_interface table{
         [](int32_t device) {
           return guarded([&] {
             synchronize_device(checked_device("synchronize_device", device));
-            notice("device_synchronized", nullptr, {device, 0});
+            notice(NoticeKind::kDeviceSynchronized, nullptr, {device, 0});
           });
         },
 
@@ -233,7 +232,7 @@ constexpr openreg_interface table{
         [](openreg_stream stream) {
           return guarded([&] {
             synchronize_stream(checked(stream));
-            notice("stream_synchronized", nullptr, checked(stream));
+            notice(NoticeKind::kStreamSynchronized, nullptr, checked(stream));
           });
         },
 
@@ -305,7 +304,7 @@ constexpr openreg_interface table{
     .destroy_event =
         [](openreg_event* event) {
           if (!event) return;
-          notice("event_destroyed", event, {});
+          notice(NoticeKind::kEventDestroyed, event, {});
           delete event;
         },
     .record_event =
@@ -316,14 +315,14 @@ constexpr openreg_interface table{
                   " cannot be recorded on a stream of device " + std::to_string(stream.device) +
                   "; create the event on the stream's device");
             event->event.record(checked(stream));
-            notice("event_recorded", event, checked(stream));
+            notice(NoticeKind::kEventRecorded, event, checked(stream));
           });
         },
     .wait_event =
         [](openreg_event* event, openreg_stream stream) {
           return guarded([&] {
             checked(event).event.block(checked(stream));
-            notice("event_waited_for", event, checked(stream));
+            notice(NoticeKind::kEventWaitedFor, event, checked(stream));
           });
         },
     .query_event =
@@ -338,7 +337,7 @@ constexpr openreg_interface table{
         [](openreg_event* event) {
           return guarded([&] {
             checked(event).event.synchronize();
-            notice("event_synchronized", event, {});
+            notice(NoticeKind::kEventSynchronized, event, {});
           });
         },
     .elapsed_time =

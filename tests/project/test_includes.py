@@ -15,6 +15,8 @@ MAY_INCLUDE = {
     "ops": {"runtime", "backend", "kernels"},
     "bindings": {"runtime", "backend", "aten", "ops"},
 }
+# The folders of the runtime, from below: each includes only those before it.
+RUNTIME = ["device", "process", "stream", "memory", "graph", "explore", "interface"]
 
 
 def files(room: str) -> list[Path]:
@@ -33,6 +35,33 @@ def test_a_room_includes_only_those_below_it(room):
             allowed = MAY_INCLUDE[room] | {room} | ({"compat.h"} if room != "runtime" else set())
             if included.split("/")[0] not in allowed:
                 wrong.append(f"{path.relative_to(CSRC)} includes {included}")
+    assert not wrong
+
+
+def modules(room: str) -> dict[str, set[str]]:
+    """What each module, a header with its .cpp, includes of the others in its room."""
+    found: dict[str, set[str]] = {}
+    for path in files(room):
+        name = str(path.relative_to(CSRC).with_suffix(""))
+        included = re.findall(rf'^#include "({room}/.+)\.h"', path.read_text(), flags=re.M)
+        found.setdefault(name, set()).update(each for each in included if each != name)
+    return found
+
+
+def test_the_runtimes_modules_form_no_circle():
+    left = modules("runtime")
+    while free := [name for name, included in left.items() if not included & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left
+
+
+def test_the_runtimes_folders_have_one_direction():
+    wrong = []
+    for name, included in modules("runtime").items():
+        for other in included:
+            if RUNTIME.index(name.split("/")[1]) < RUNTIME.index(other.split("/")[1]):
+                wrong.append(f"{name} includes {other}")
     assert not wrong
 
 
@@ -74,7 +103,7 @@ def functions(text: str, inside: str = "") -> Iterator[tuple[str, bool]]:
                 head = ""
         else:
             body = False
-        name = re.match(r"[^=(]*?([\w:~]+)\s*\(", head)
+        name = re.match(r"[^=(]*?([\w:~]+)\s*\((?!\*)", head)
         if name and not re.match(r"(?:using|friend|static_assert)\b", head):
             if not re.search(r"=\s*(?:default|delete|0)$", head):
                 yield inside + name[1], body
@@ -103,6 +132,7 @@ def test_the_reader_of_cpp():
     };
     inline std::atomic<int> x{0};
     template <class T> void j(T t) { k(t); }
+    struct M { void (*m)(int); };
     }
     int a::B::l() { return 1; }
     """

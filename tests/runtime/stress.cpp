@@ -13,7 +13,9 @@
 #include "../../csrc/runtime/memory/memory.h"
 #include "../../csrc/runtime/memory/contents.h"
 #include "../../csrc/runtime/memory/stats.h"
-#include "../../csrc/runtime/process/profile.h"
+#include "../../csrc/runtime/stream/profile.h"
+#include "../../csrc/runtime/stream/launch.h"
+#include "../../csrc/runtime/stream/queue.h"
 #include "../../csrc/runtime/stream/stream.h"
 #include "../../csrc/runtime/process/interrupts.h"
 

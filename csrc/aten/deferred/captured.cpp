@@ -25,6 +25,7 @@
 #include "backend/identity/identity.h"
 #include "backend/map_tensors.h"
 #include "runtime/process/fault.h"
+#include "runtime/stream/launch.h"
 
 namespace openreg {
 namespace {

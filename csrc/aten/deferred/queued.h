@@ -8,6 +8,7 @@
 #include <string>
 
 #include "backend/identity/identity.h"
+#include "runtime/process/attention.h"
 #include "runtime/stream/stream.h"
 
 namespace openreg {

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "runtime/process/interrupts.h"
+#include "runtime/stream/turn.h"
 
 namespace openreg {
 namespace {

@@ -9,8 +9,8 @@
 #include "backend/allocator.h"
 #include "backend/identity/identity.h"
 #include "runtime/device.h"
-#include "runtime/memory/isolation.h"
 #include "runtime/memory/memory.h"
+#include "runtime/process/isolation.h"
 #include "runtime/stream/stream.h"
 
 namespace openreg {

@@ -18,9 +18,11 @@
 #include "runtime/process/error.h"
 #include "runtime/process/interrupts.h"
 #include "runtime/process/notices.h"
-#include "runtime/process/profile.h"
 #include "runtime/stream/event.h"
+#include "runtime/stream/launch.h"
+#include "runtime/stream/queue.h"
 #include "runtime/stream/stream.h"
+#include "runtime/stream/turn.h"
 
 namespace openreg {
 namespace {
@@ -56,9 +58,9 @@ class DeviceWork final : public CollectiveWork {
  public:
   DeviceWork(CollectiveCall call, c10d::OpType type, uint64_t number, bool noticed)
       : CollectiveWork(call.name.rank, type), call_(std::move(call)), number_(number) {
-    if (noticed) notice("collective_started", this, current_stream(call_.device));
+    if (noticed) notice(NoticeKind::kCollectiveStarted, this, current_stream(call_.device));
   }
-  ~DeviceWork() override { notice("collective_destroyed", this, {}); }
+  ~DeviceWork() override { notice(NoticeKind::kCollectiveDestroyed, this, {}); }
   void begin(c10::intrusive_ptr<c10d::Work> engine) override {
     c10::intrusive_ptr<Future> future;
     try {
@@ -112,10 +114,10 @@ class DeviceWork final : public CollectiveWork {
       wait(kNoTimeout);
       return;
     }
-    notice("collective_waited_for", this, stream);
+    notice(NoticeKind::kCollectiveWaitedFor, this, stream);
     if (const auto [engine, ended, error] = state(); ended && !error) return;
     const Site site("wait for a collective", Site::kWait);
-    detail::queue_wait(stream, detail::profiled(stream, site, [self = self()] { self->wait_on_worker(); }), site);
+    detail::queue_wait(stream, [self = self()] { self->wait_on_worker(); }, site);
   }
   void abort() override {
     if (state().engine) engine_->abort();
@@ -211,7 +213,7 @@ class DeviceWork final : public CollectiveWork {
   }
   // Orders `stream` after the collective, whose results are then in device memory.
   void arrive(Stream stream) {
-    notice("collective_waited_for", this, stream);
+    notice(NoticeKind::kCollectiveWaitedFor, this, stream);
     std::call_once(copied_, [&] { call_.copy_back(); });
   }
   // Adds the call and the remedy to the engine's own errors, which are network errors. PyTorch's errors already say
@@ -247,8 +249,8 @@ class DeviceWork final : public CollectiveWork {
 class CapturedWork final : public StreamWork {
  public:
   CapturedWork(const CollectiveName& name, c10d::OpType type, Stream stream, Tensors outputs)
-      : StreamWork(name.rank, type), stream_(stream), point_(detail::capture_point(stream)),
-        outputs_(std::move(outputs)) {}
+      : StreamWork(name.rank, type), stream_(stream),
+        point_(detail::any_capture() ? detail::capture_watcher.point(stream) : nullptr), outputs_(std::move(outputs)) {}
 
   bool isCompleted() override { refuse(); }
   bool isSuccess() const override { refuse(); }
@@ -260,7 +262,7 @@ class CapturedWork final : public StreamWork {
   }
   // What the stream captures from now on comes after the collective.
   void block(Stream stream, bool) override {
-    if (point_) detail::join_capture(*point_, stream);
+    if (point_) detail::capture_watcher.join(*point_, stream);
   }
   c10::DeviceIndex device() const override { return static_cast<c10::DeviceIndex>(stream_.device); }
 

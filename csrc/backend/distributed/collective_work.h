@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backend/distributed/collective_call.h"
+#include "runtime/stream/queue.h"
 #include "runtime/stream/task.h"
 
 namespace openreg {

@@ -15,6 +15,8 @@
 #include "runtime/device.h"
 #include "runtime/explore/schedule.h"
 #include "runtime/graph/graph.h"
+#include "runtime/stream/launch.h"
+#include "runtime/stream/queue.h"
 #include "runtime/stream/stream.h"
 
 namespace openreg {

@@ -25,13 +25,10 @@
 #include "runtime/graph/graph.h"
 #include "runtime/memory/memory.h"
 #include "runtime/process/fork.h"
-#include "runtime/process/interrupts.h"
 #include "runtime/stream/stream.h"
 #include "runtime/stream/turn.h"
 
 namespace openreg {
-
-std::atomic<bool> detail::schedule_on{false};
 
 namespace {
 
@@ -92,16 +89,21 @@ bool choose(Scheduler& s, std::unique_lock<std::mutex>& lock, int me, Clock::tim
   return true;
 }
 
-// A thread gives up the turn if it has it, and waits to get it back. False if that took longer than `most`.
-bool turn_comes(Scheduler& s, std::chrono::nanoseconds most) {
+// A thread gives up the turn if it has it, and waits to get it back: as kWaits, until `wait` is done unless it is null,
+// or as kParked. Returns false if that took longer than `most`.
+bool turn_comes(Scheduler& s, HostState as, const detail::Awaited* wait, std::chrono::nanoseconds most) {
   std::unique_lock lock(s.mutex);
   const int me = my_thread;
   HostThread& host = s.thread(me);
   const auto until = Clock::now() + std::min<std::chrono::nanoseconds>(most, std::chrono::hours(1));
-  host.outside = false;
-  if (s.running == me && !host.chosen && !choose(s, lock, me, until)) return false;
-  if (!s.changed.wait_until(lock, until, [&] { return !s.on || (s.running == me && host.chosen); })) return false;
-  host.chosen = false;
+  if (host.state != HostState::kChosen) {
+    host.state = as;
+    host.wait = wait;
+    if (s.running == me && !choose(s, lock, me, until)) return false;
+  }
+  if (!s.changed.wait_until(lock, until, [&] { return !s.on || host.state == HostState::kChosen; })) return false;
+  host.state = HostState::kRuns;
+  host.wait = nullptr;
   if (me == 0 && std::exchange(s.raises, false)) throw Deadlock();
   return true;
 }
@@ -188,7 +190,7 @@ void watch(const std::shared_ptr<Scheduler>& schedule) {
     const bool give_up = looks.give_up(native);
     lock.lock();
     if (!give_up || s.running != holder || s.moved != moved || s.runs_items) continue;
-    s.thread(holder).outside = true;
+    s.thread(holder).state = HostState::kOutside;
     s.pass_to(kUnknown);
   }
 }
@@ -221,31 +223,14 @@ bool controlled() {
   return my_thread != kUnknown && !detail::in_work();
 }
 
-// While it lives, the calling thread waits for a condition.
-class Waiting {
- public:
-  Waiting(Scheduler& s, const detail::Awaited* until) : s_(s) { set(until); }
-  ~Waiting() { set(nullptr); }
-  Waiting(const Waiting&) = delete;
-  Waiting& operator=(const Waiting&) = delete;
-
- private:
-  void set(const detail::Awaited* until) {
-    std::lock_guard lock(s_.mutex);
-    s_.thread(my_thread).wait = until;
-  }
-  Scheduler& s_;
-};
-
-void give_way(Scheduler& s, const detail::Awaited* wait) {
-  const Waiting waiting(s, wait);
+void give_way(Scheduler& s, const detail::Awaited* wait, HostState as = HostState::kWaits) {
   try {
-    detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return turn_comes(s, most); });
+    detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return turn_comes(s, as, wait, most); });
   } catch (...) { // the thread continues, whichever thread has the turn
     std::lock_guard lock(s.mutex);
     HostThread& me = s.thread(my_thread);
-    me.chosen = false;
-    me.outside = s.running != my_thread;
+    me.state = s.running == my_thread ? HostState::kRuns : HostState::kOutside;
+    me.wait = nullptr;
     throw;
   }
 }
@@ -256,6 +241,21 @@ void locate(Scheduler& s) {
   std::string where = where_is_caller();
   std::lock_guard lock(s.mutex);
   s.set_where(std::move(where));
+}
+
+// Ends the schedule without running anything: queued work runs on the threads of its streams.
+void abandon() noexcept {
+  const auto s = the_schedule();
+  detail::schedule_on.store(false);
+  set_launch_mode(mode_before);
+  my_thread = kUnknown;
+  {
+    std::lock_guard lock(s->mutex);
+    s->on = false;
+    s->changed.notify_all();
+    s->free.notify_all();
+  }
+  detail::release_workers();
 }
 
 } // namespace
@@ -277,6 +277,7 @@ void begin_schedule(const Order& order) {
     my_schedule = last_schedule() = std::make_shared<Scheduler>(order);
   }
   my_thread = 0;
+  my_schedule->thread(0).state = HostState::kRuns;
   my_schedule->thread(0).native = native_number();
   my_schedule->moved = Clock::now();
   mode_before = launch_mode();
@@ -306,25 +307,10 @@ std::vector<Action> end_schedule() {
   } catch (...) {
     interrupt = std::current_exception();
   }
-  detail::abandon_schedule();
+  if (detail::scheduled()) abandon();
   if (interrupt) std::rethrow_exception(interrupt);
   std::lock_guard lock(s->mutex);
   return std::move(s->actions);
-}
-
-void detail::abandon_schedule() noexcept {
-  if (!detail::scheduled()) return;
-  const auto s = the_schedule();
-  schedule_on.store(false);
-  set_launch_mode(mode_before);
-  my_thread = kUnknown;
-  {
-    std::lock_guard lock(s->mutex);
-    s->on = false;
-    s->changed.notify_all();
-    s->free.notify_all();
-  }
-  release_workers();
 }
 
 int number_in_order() noexcept {
@@ -346,7 +332,7 @@ ThreadOfOrder add_thread() {
 
 void drop_thread(const ThreadOfOrder& made) noexcept {
   std::lock_guard lock(made.schedule->mutex);
-  made.schedule->thread(made.number).alive = false;
+  made.schedule->thread(made.number).state = HostState::kEnded;
 }
 
 void enter_thread(const ThreadOfOrder& made) {
@@ -364,7 +350,7 @@ void leave_thread() noexcept {
   const int me = std::exchange(my_thread, kUnknown);
   if (!s || me == kUnknown) return;
   std::lock_guard lock(s->mutex);
-  s->thread(me).alive = false;
+  s->thread(me).state = HostState::kEnded;
   s->progress();
   if (s->on && s->running == me) s->pass_to(kUnknown);
 }
@@ -399,7 +385,7 @@ bool ask_about(const char* name, Stream stream, Question what, double seconds = 
   std::lock_guard lock(s->mutex);
   HostThread& me = s->thread(my_thread);
   me.come_to(me.wakes_at);
-  return std::exchange(me.alone, false);
+  return std::exchange(me.asking, Asking::kNot) == Asking::kAlone;
 }
 
 } // namespace
@@ -426,11 +412,10 @@ Parked park_thread(double timeout) {
   }
   const auto unpark = [&] {
     std::lock_guard lock(s->mutex);
-    me.parked = false;
     return std::exchange(me.woken, false);
   };
   try {
-    give_way(*s, nullptr);
+    give_way(*s, nullptr, HostState::kParked);
   } catch (...) {
     unpark();
     throw;
@@ -455,25 +440,8 @@ int live_threads() noexcept {
   const auto s = the_schedule();
   std::lock_guard lock(s->mutex);
   int live = 0;
-  for (int i = 0; i < s->thread_count(); ++i) live += s->thread(i).alive;
+  for (int i = 0; i < s->thread_count(); ++i) live += s->thread(i).alive();
   return live;
-}
-
-void detail::schedule_item(
-    Stream stream, const openreg_site& site, bool kernel, Awaited after, const std::function<Ticket(bool)>& push) {
-  const auto s = the_schedule();
-  const std::string name = name_of(site);
-  const bool steps = kernel && !in_work();
-  if (steps) locate(*s);
-  {
-    std::lock_guard lock(s->mutex);
-    const Ticket queued = push(s->on);
-    if (!s->on) return;
-    const Step step = kernel ? s->next_step(my_thread) : s->this_step(my_thread);
-    s->push({step, queued, 0, name, kernel, std::move(after)});
-    if (kernel) s->log(Action::kLaunch, step, stream, name);
-  }
-  if (kernel && controlled()) give_way(*s, nullptr);
 }
 
 void detail::schedule_wait(const char* name, const Awaited& until) {
@@ -494,4 +462,32 @@ void detail::schedule_query(const char* name, Stream stream) {
   ask_about(name, stream, Question::kAsks);
 }
 
+namespace {
+
+void schedule_item(Stream stream, const openreg_site& site, bool kernel, detail::Awaited after,
+    const std::function<Ticket(bool)>& push) {
+  const auto s = the_schedule();
+  const std::string name = name_of(site);
+  const bool steps = kernel && !detail::in_work();
+  if (steps) locate(*s);
+  {
+    std::lock_guard lock(s->mutex);
+    const Ticket queued = push(s->on);
+    if (!s->on) return;
+    const Step step = kernel ? s->next_step(my_thread) : s->this_step(my_thread);
+    s->push({step, queued, 0, name, kernel, std::move(after)});
+    if (kernel) s->log(Action::kLaunch, step, stream, name);
+  }
+  if (kernel && controlled()) give_way(*s, nullptr);
+}
+
+const bool watches = [] {
+  detail::schedule_watcher = {
+      .item = &schedule_item, .wait = &detail::schedule_wait, .query = &detail::schedule_query, .abandon = &abandon};
+  // A child created by fork() has no other thread that could continue.
+  pthread_atfork(nullptr, nullptr, [] { detail::schedule_on.store(false); });
+  return true;
+}();
+
+} // namespace
 } // namespace openreg

@@ -67,7 +67,8 @@ void Scheduler::run(ScheduledQueue& line, std::unique_lock<std::mutex>& lock, st
 }
 
 void Scheduler::progress() {
-  for (HostThread& each : threads_) each.yields = false;
+  for (HostThread& each : threads_)
+    if (each.yields()) each.asking = Asking::kNot;
   rounds_ = 0;
   idle_since_.reset();
 }
@@ -93,13 +94,12 @@ Step Scheduler::next_step(int number, std::uint32_t asked) {
   if (asked) ++me.polls;
   else ++me.steps, me.polls = 0, idle_since_.reset();
   me.asked = asked ? std::min(me.asked + asked, 1u << 30) : 0;
-  me.yields = me.asked >= 2 * static_cast<std::uint32_t>(Question::kAsks);
+  me.asking = me.asked >= 2 * static_cast<std::uint32_t>(Question::kAsks) ? Asking::kOften : Asking::kNot;
   return me.step(number);
 }
 
 void Scheduler::park(int number, double timeout) {
   HostThread& me = thread(number);
-  me.parked = true;
   me.parked_in = all_rounds_;
   me.timeout.reset();
   me.times_out_at = me.now + timeout;
@@ -128,7 +128,7 @@ bool Scheduler::quiet(int me) {
   for (const auto& each : lines_)
     if (!each->items.empty()) return false;
   for (int i = 0; i < thread_count(); ++i)
-    if (i != me && thread(i).ready() && !thread(i).yields) return false;
+    if (i != me && thread(i).ready() && !thread(i).yields()) return false;
   return true;
 }
 
@@ -136,7 +136,7 @@ bool Scheduler::acts_outside() {
   for (const auto& each : lines_)
     if (!each->items.empty() && each->items.front().after.elsewhere) return true;
   return std::any_of(threads_.begin(), threads_.end(),
-      [](const HostThread& each) { return each.alive && (each.outside || (each.wait && each.wait->elsewhere)); });
+      [](const HostThread& each) { return each.state == HostState::kOutside || (each.wait && each.wait->elsewhere); });
 }
 
 bool Scheduler::stuck() {
@@ -159,7 +159,7 @@ int Scheduler::times_out(const std::vector<int>& asking) {
   int found = kUnknown;
   for (int i = 0; i < thread_count(); ++i) {
     const HostThread& each = thread(i);
-    if (!each.alive || !each.parked || !each.timeout) continue;
+    if (each.state != HostState::kParked || !each.timeout) continue;
     const bool first = asking.empty() || (wakes ? each.times_out_at <= *wakes : all_rounds_ - each.parked_in > kRounds);
     if ((passes ? first : now >= *each.timeout) &&
         (found == kUnknown || each.times_out_at < thread(found).times_out_at))
@@ -184,7 +184,7 @@ Scheduler::Choice Scheduler::choose(int me) {
     if (!each->items.empty() && each->items.front().kernel && each->items.front().ready()) lines.push_back(each.get());
   std::vector<int> ready, asking;
   for (int i = 0; i < thread_count(); ++i)
-    if (thread(i).ready()) (thread(i).yields ? asking : ready).push_back(i);
+    if (thread(i).ready()) (thread(i).yields() ? asking : ready).push_back(i);
   if (lines.empty() && ready.empty()) {
     if (!idle_since_) idle_since_ = Clock::now(), computed_ = computed();
     if (!rounds_) first_round_ = Clock::now();
@@ -197,7 +197,7 @@ Scheduler::Choice Scheduler::choose(int me) {
       return {nullptr, timed};
     }
     ready = next_in_time(std::move(asking));
-    for (const int each : ready) thread(each).yields = false, thread(each).alone = true;
+    for (const int each : ready) thread(each).asking = Asking::kAlone;
   }
   ++picks_; // not above: while nothing can continue, the watcher asks as often as the machine allows
   return overdue(by_style(me, lines, ready), lines, ready);
@@ -276,7 +276,7 @@ Scheduler::Choice Scheduler::by_rule(int me, const std::vector<ScheduledQueue*>&
     if (order_.random && ready.size() > 1 && random_.one_in(4))
       return {nullptr, ready[static_cast<std::size_t>(random_.below(ready.size()))]};
     if (can(me)) return {nullptr, me};
-    if (host.wait && !host.parked)
+    if (host.wait)
       if (ScheduledQueue* forced = needed(host.wait->stream)) return {forced};
   }
   if (!ready.empty()) return {nullptr, ready.front()};
@@ -292,7 +292,7 @@ bool Scheduler::may_run(const Order::Late& late) const {
   if (after.thread == kUnknown) return unknown_steps_ >= after.number;
   if (after.thread >= thread_count()) return false;
   const HostThread& host = threads_[static_cast<std::size_t>(after.thread)];
-  return host.step(after.thread) >= after || !host.alive;
+  return host.step(after.thread) >= after || !host.alive();
 }
 
 Scheduler::Choice Scheduler::by_chance(

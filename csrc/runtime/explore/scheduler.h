@@ -14,7 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/explore/schedule.h"
+#include "runtime/explore/order.h"
+#include "runtime/stream/queue.h"
+#include "runtime/stream/watchers.h"
 
 namespace openreg {
 
@@ -55,23 +57,49 @@ struct ScheduledQueue : Actor {
   int place = 0; // among the order's streams
   std::deque<ScheduledItem> items;
 };
+// Where a host thread is.
+//   kWaits, kParked -> kChosen: the schedule gives it the turn (pass_to()).
+//   kChosen -> kRuns: it continues (turn_comes()).
+//   kRuns, kOutside -> kWaits or kParked: it reaches its next step (turn_comes()).
+//   kRuns, kChosen -> kOutside: the watcher takes the turn from it, or an exception of a signal handler ends its wait.
+//   any -> kEnded: leave_thread(), drop_thread().
+enum class HostState {
+  kWaits,   // for the turn, at a step, at its beginning, or until `wait` is done
+  kParked,  // for the turn, until it is woken or times out
+  kChosen,  // it has the turn and has not continued yet
+  kRuns,    // it has the turn
+  kOutside, // it does something that the schedule does not see, and others continue without it
+  kEnded
+};
+
+// What a thread's questions have led to since its last step. This is not part of HostState, because an answer must
+// survive that the thread is chosen, or that the watcher takes the turn from it.
+enum class Asking {
+  kOften, // it only asks, and nothing has happened since, so the others continue first
+  kAlone, // it asks, and no other thread could continue
+  kNot    // neither
+};
+
 struct HostThread : Actor {
+  HostState state = HostState::kWaits;
+  Asking asking = Asking::kNot;
+  bool woken = false; // wake_thread() was called, perhaps before it parked
   std::uint32_t steps = 0, polls = 0;
   std::uint32_t asked = 0; // since its last step: see Question
-  bool yields = false;     // it only asks, and nothing has happened since
-  bool alone = false;      // it asks, and no other thread can continue
-  bool alive = true, parked = false, woken = false;
   std::optional<std::chrono::steady_clock::time_point> timeout; // of a parked one
-  double times_out_at = 0;                                      // the same, in the seconds of `now`
-  double now = 0;      // the seconds that it has skipped, in sleeps and timeouts and until it was woken
-  double wakes_at = 0; // from its sleep
-  std::uint64_t parked_in = 0;                                  // which round
-  bool chosen = false;                                          // it may run
-  bool outside = false;                                         // others continue without it
-  int native = 0;                                               // its number in the operating system
+  double times_out_at = 0;     // the same, in the seconds of `now`
+  double now = 0;              // the seconds that it has skipped, in sleeps and timeouts and until it was woken
+  double wakes_at = 0;         // from its sleep
+  std::uint64_t parked_in = 0; // which round
+  int native = 0;              // its number in the operating system
   const detail::Awaited* wait = nullptr;
   Step step(int thread) const { return {thread, steps, polls}; }
-  bool ready() const { return alive && !outside && (parked ? woken : !wait || wait->done()); }
+  bool alive() const { return state != HostState::kEnded; }
+  bool ready() const {
+    if (state == HostState::kParked) return woken;
+    return alive() && state != HostState::kOutside && (!wait || wait->done());
+  }
+  bool yields() const { return asking == Asking::kOften; }
   bool sleeps() const { return wakes_at > now; }
   void come_to(double time) { now = std::max(now, time); }
 };
@@ -96,7 +124,7 @@ class Scheduler {
     running = number;
     moved = std::chrono::steady_clock::now();
     if (number == kUnknown) return free.notify_one();
-    thread(number).chosen = true;
+    thread(number).state = HostState::kChosen;
     changed.notify_all();
   }
   int add_thread(int by) {
@@ -128,13 +156,14 @@ class Scheduler {
   // Runs the first item of a queue, or the first `count` if none of them is a kernel.
   void run(ScheduledQueue& line, std::unique_lock<std::mutex>& lock, std::ptrdiff_t count = 1);
 
-  // Whether nothing is queued and no other thread can do more than ask.
+  // Returns true if nothing is queued and no other thread can do more than ask.
   bool quiet(int me);
 
-  // Whether something that the schedule does not see may act: a thread that blocks outside it, or another process.
+  // Returns true if something that the schedule does not see may act: a thread that blocks outside it, or another
+  // process.
   bool acts_outside();
 
-  // While nothing can continue: whether that is a deadlock.
+  // Returns true if it is a deadlock that nothing can continue.
   bool stuck();
 
   // The queue that must run next for a stream's work to get done.

@@ -12,19 +12,21 @@
 #include <stdexcept>
 
 #include "runtime/device.h"
-#include "runtime/memory/isolation.h"
+#include "runtime/memory/memory.h"
 #include "runtime/process/error.h"
 #include "runtime/process/fault.h"
-#include "runtime/process/fork.h"
-#include "runtime/process/profile.h"
-#include "runtime/stream/stream.h"
+#include "runtime/stream/launch.h"
+#include "runtime/stream/profile.h"
+#include "runtime/stream/queue.h"
 #include "runtime/stream/turn.h"
 
 namespace openreg {
 
 using Frontier = std::vector<std::uint32_t>; // the nodes that the next node comes after
 
-struct detail::Capture {
+namespace detail {
+
+struct Capture {
   std::mutex mutex;
   std::shared_ptr<Graph> graph;
   Stream origin;
@@ -39,14 +41,17 @@ struct detail::Capture {
   }
 };
 
-struct detail::CapturedPoint {
+struct CapturedPoint {
   std::weak_ptr<Capture> capture;
   Frontier after;
 };
 
+} // namespace detail
+
 namespace {
 
 using detail::Capture;
+using detail::CapturedPoint;
 
 // The process's captures, by stream. A reader holds its own reference, because another thread may end the capture in
 // the meantime.
@@ -205,9 +210,13 @@ bool is_capturing(Stream stream) noexcept {
   return captured_at(stream) != nullptr;
 }
 
-bool detail::find_capture(Stream stream) noexcept {
-  return !not_captured && !in_work() && is_capturing(stream);
+namespace {
+
+bool is_captured(Stream stream) noexcept {
+  return !not_captured && !detail::in_work() && is_capturing(stream);
 }
+
+} // namespace
 
 bool detail::in_capture() noexcept {
   if (!(attention.load() & kCaptureBit)) return false;
@@ -216,7 +225,9 @@ bool detail::in_capture() noexcept {
       [](const auto& each) { return pthread_equal(each->thread, pthread_self()); });
 }
 
-PoolId detail::capture_pool(Stream stream) noexcept {
+namespace {
+
+PoolId pool_of_capture(Stream stream) noexcept {
   const auto capture = capture_of(stream);
   if (!capture) return {};
   std::lock_guard lock(capture->mutex);
@@ -225,12 +236,12 @@ PoolId detail::capture_pool(Stream stream) noexcept {
   return capture->graph->pool;
 }
 
-bool detail::capture(Stream stream, const openreg_site& site, const openreg_work& work, void* context) {
+bool capture_launch(Stream stream, const openreg_site& site, const openreg_work& work, void* context) {
   if (const auto capture = capture_of(stream)) {
-    detail::capture(stream, site, Task(work, context), {});
+    detail::capture(stream, site, detail::Task(work, context), {});
     return true;
   }
-  if (not_captured || in_work()) return false;
+  if (not_captured || detail::in_work()) return false;
   std::shared_ptr<Capture> forbids;
   {
     std::lock_guard lock(captures_mutex);
@@ -243,6 +254,8 @@ bool detail::capture(Stream stream, const openreg_site& site, const openreg_work
         "the end of the capture, or capture with capture_error_mode=\"thread_local\".");
   return false;
 }
+
+} // namespace
 
 void detail::capture(Stream stream, const openreg_site& site, Task work, std::vector<MemoryUse> uses) {
   const auto capture = capture_of(stream);
@@ -315,7 +328,15 @@ void detail::refuse_capture(Stream stream, const std::string& what, const std::s
   throw_device_error(kNotPermitted + what + ": " + why);
 }
 
-void detail::check_host_call(const char* what) {
+namespace {
+
+void check_call(const char* what, Stream stream) {
+  for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id) {
+    if (stream.device == kAnyDevice || (stream.id >= 0 && stream.id != id)) continue;
+    if (const auto capture = capture_of({stream.device, id}))
+      refuse(*capture, what,
+          "the stream is being captured, and none of its work has run. Do it before or after the capture.");
+  }
   if (const auto capture = forbidding())
     refuse(*capture, what,
         pthread_equal(capture->thread, pthread_self())
@@ -325,28 +346,14 @@ void detail::check_host_call(const char* what) {
               "query it. Wait for the end of the capture, or capture with capture_error_mode=\"thread_local\".");
 }
 
-void detail::check_host_call(const char* what, Stream stream) {
-  if (const auto capture = capture_of(stream))
-    refuse(*capture, what,
-        "the stream is being captured, and none of its work has run. Do it before or after the capture.");
-  check_host_call(what);
-}
-
-void detail::check_host_call(const char* what, int device) {
-  if (!(attention.load() & kCaptureBit)) return;
-  for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id)
-    if (captures({device, id})) check_host_call(what, {device, id});
-  check_host_call(what);
-}
-
-std::shared_ptr<const detail::CapturedPoint> detail::capture_point(Stream stream) {
+std::shared_ptr<const CapturedPoint> point_of_capture(Stream stream) {
   const auto capture = capture_of(stream);
   if (!capture) return nullptr;
   std::lock_guard lock(capture->mutex);
   return std::make_shared<const CapturedPoint>(CapturedPoint{capture, capture->frontier(stream)});
 }
 
-void detail::join_capture(const CapturedPoint& point, Stream stream) {
+void join_capture(const CapturedPoint& point, Stream stream) {
   const auto capture = point.capture.lock();
   const auto own = capture_of(stream);
   {
@@ -368,6 +375,24 @@ void detail::join_capture(const CapturedPoint& point, Stream stream) {
       std::string("openreg error: cannot wait for an event of a capture that has ended: none of its work has "
                   "run. Record the event after the replay."));
 }
+
+const bool watches = [] {
+  detail::capture_watcher = {
+      .captures = &is_captured,
+      .captures_any = &detail::in_capture,
+      .pool = &pool_of_capture,
+      .launch = &capture_launch,
+      .add = [](Stream stream, const openreg_site& site,
+                 detail::Task work) { detail::capture(stream, site, std::move(work), {}); },
+      .refuse = &detail::refuse_capture,
+      .check_host_call = &check_call,
+      .point = &point_of_capture,
+      .join = &join_capture,
+  };
+  return true;
+}();
+
+} // namespace
 
 detail::NotCaptured::NotCaptured() noexcept {
   ++not_captured;

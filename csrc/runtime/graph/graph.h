@@ -13,6 +13,7 @@
 #include "runtime/memory/private_pools.h"
 #include "runtime/stream/stream.h"
 #include "runtime/stream/task.h"
+#include "runtime/stream/watchers.h"
 
 namespace openreg {
 
@@ -94,8 +95,13 @@ class Graph {
 void begin_capture(Stream stream, PoolId pool, CaptureMode mode, std::vector<const void*> generators = {});
 // Ends the capture that began on `stream` and returns its graph. The capture is over whether or not this throws.
 std::shared_ptr<Graph> end_capture(Stream stream);
-// Whether a stream is captured, by its own capture or by one that it has joined.
+// Returns true if a stream is captured, by its own capture or by one that it has joined.
 bool is_capturing(Stream stream) noexcept;
+
+// Returns true if work that is launched on the device's current stream is captured. One load while nothing is.
+inline bool capturing(int device) noexcept {
+  return detail::any_capture() && detail::captures(detail::thread_stream(device));
+}
 
 // Called before and after a walk over the nodes, on the thread that runs it. Set once, by the backend.
 using AroundReplay = void (*)(void (*walk)(void*), void* argument);
@@ -119,31 +125,9 @@ std::string to_dot(const Graph& graph);
 
 namespace detail {
 
-struct Capture;
-
-// Whether work that is launched on the stream now is captured. One load while nothing is.
-bool find_capture(Stream stream) noexcept;
-inline bool captures(Stream stream) noexcept {
-  return (attention.load(std::memory_order_relaxed) & kCaptureBit) && find_capture(stream);
-}
-} // namespace detail
-
-// Whether work launched on the device's current stream is captured. One load while nothing is.
-inline bool capturing(int device) noexcept {
-  return (detail::attention.load(std::memory_order_relaxed) & detail::kCaptureBit) &&
-      detail::find_capture(detail::thread_stream(device));
-}
-
-namespace detail {
-
-// Whether the calling thread captures any stream.
+// Returns true if the calling thread captures any stream.
 bool in_capture() noexcept;
-// The pool of the stream's capture, or {0, 0}.
-PoolId capture_pool(Stream stream) noexcept;
-
-// For launch(): captures the work, or returns false if it should run. Throws if it must do neither.
-bool capture(Stream stream, const openreg_site& site, const openreg_work& work, void* context);
-// The same for work whose use of memory is known. The stream is captured.
+// Adds a node to the capture of the stream. `uses`: the memory that it uses, or nothing if that is unknown.
 void capture(Stream stream, const openreg_site& site, Task work, std::vector<MemoryUse> uses);
 // Keeps something as long as the graph.
 void keep_in_capture(Stream stream, std::shared_ptr<void> kept);
@@ -158,16 +142,6 @@ bool has_generator(Stream stream, const void* generator) noexcept;
 
 // Throws that a capture does not permit `what`, such as "aten::nonzero" or "synchronize", and invalidates the capture.
 [[noreturn]] void refuse_capture(Stream stream, const std::string& what, const std::string& why);
-// For a call of the host: throws if the stream is captured, or if the mode of a capture forbids the call.
-void check_host_call(const char* what, Stream stream);
-void check_host_call(const char* what, int device);
-void check_host_call(const char* what);
-
-// An event's place in a capture: see Event.
-struct CapturedPoint;
-std::shared_ptr<const CapturedPoint> capture_point(Stream stream);
-// Makes `stream` wait for the point, and so join the capture.
-void join_capture(const CapturedPoint& point, Stream stream);
 
 // While one lives, the calling thread's work is not captured, and its memory does not come from a capture's pool.
 class NotCaptured {

@@ -13,15 +13,19 @@ namespace openreg {
 using detail::kPage;
 using detail::Pages;
 
-std::vector<MemorySegment> memory_snapshot(int device) {
+// Reads a pool with all that it knows.
+struct detail::Contents {
+  static std::vector<MemorySegment> snapshot(MemoryPool& pool);
+  // Returns the owner of an address. `waits`: for the pool's lock.
+  static MemoryOwner owner(const void* address, bool waits) noexcept;
+};
+
+std::vector<MemorySegment> detail::Contents::snapshot(MemoryPool& pool) {
   std::vector<MemorySegment> out;
-  auto* pools = detail::memory().pools;
-  if (!pools) return out;
-  auto& pool = pools[device];
   std::lock_guard lock(pool.mutex_);
   const Pages& pages = pool.pages_;
-  const detail::PrivatePools& parts = pool.private_;
-  detail::Runs unused = pages.free();
+  const PrivatePools& parts = pool.private_;
+  Runs unused = pages.free();
   std::map<std::size_t, std::int64_t> owners; // of cached runs, by first page; a run's other pages may lack it
   for (const auto& [owner, runs] : pool.cached_) {
     unused.insert(runs.begin(), runs.end());
@@ -62,21 +66,27 @@ std::vector<MemorySegment> memory_snapshot(int device) {
   return out;
 }
 
-MemoryOwner find_owner(const void* address) noexcept {
+MemoryOwner detail::Contents::owner(const void* address, bool waits) noexcept {
   MemoryOwner owner{device_of(address), false, {}, 0};
-  auto& pool = detail::memory().pools[owner.device];
-  std::unique_lock lock(pool.mutex_, std::try_to_lock);
-  owner.busy = !lock;
-  if (!owner.busy) pool.find(static_cast<const char*>(address), owner);
+  MemoryPool& pool = memory().pools[owner.device];
+  std::unique_lock lock(pool.mutex_, std::defer_lock);
+  if (waits) lock.lock();
+  owner.busy = !waits && !lock.try_lock();
+  if (!owner.busy) owner.block = pool.find(static_cast<const char*>(address), owner.stream);
   return owner;
 }
 
+std::vector<MemorySegment> memory_snapshot(int device) {
+  auto* pools = detail::memory().pools;
+  return pools ? detail::Contents::snapshot(pools[device]) : std::vector<MemorySegment>();
+}
+
+MemoryOwner find_owner(const void* address) noexcept {
+  return detail::Contents::owner(address, /*waits=*/false);
+}
+
 MemoryOwner owner_of(const void* address) {
-  MemoryOwner owner{device_of(address), false, {}, 0};
-  auto& pool = detail::memory().pools[owner.device];
-  std::lock_guard lock(pool.mutex_);
-  pool.find(static_cast<const char*>(address), owner);
-  return owner;
+  return detail::Contents::owner(address, /*waits=*/true);
 }
 
 } // namespace openreg

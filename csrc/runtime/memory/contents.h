@@ -5,22 +5,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "runtime/memory/block.h"
 #include "runtime/memory/private_pools.h"
 
 namespace openreg {
 
-// An allocation of more than half a page has its own pages.
-inline constexpr std::size_t kMemoryPage = 64 * 1024;
-
-// The contents of an address range, in address order.
-struct MemoryBlock {
-  // kPending: freed, but a stream's work may still use it.
-  enum State : std::uint8_t { kFree, kAllocated, kPending };
-  const void* address;
-  std::size_t size;
-  State state;
-  std::size_t requested; // of `size`; all of it once the block is free
-};
+// A range of a device's memory with the blocks in it, in address order.
 struct MemorySegment {
   const void* address;
   std::size_t size;
@@ -41,7 +31,7 @@ struct MemoryOwner {
 // Safe in a signal handler: it takes no lock and allocates nothing.
 MemoryOwner find_owner(const void* address) noexcept;
 
-// The same, but waits for the pool's lock: never call it in a signal handler.
+// Waits for the pool's lock, so the answer is always complete. Never call it in a signal handler.
 MemoryOwner owner_of(const void* address);
 
 } // namespace openreg

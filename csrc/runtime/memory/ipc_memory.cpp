@@ -13,12 +13,12 @@
 #include <string>
 #include <thread>
 
-#include "runtime/memory/contents.h"
-#include "runtime/memory/isolation.h"
 #include "runtime/memory/memory.h"
 #include "runtime/process/fork.h"
-#include "runtime/process/interrupts.h"
+#include "runtime/process/isolation.h"
+#include "runtime/stream/queue.h"
 #include "runtime/stream/stream.h"
+#include "runtime/stream/turn.h"
 
 namespace openreg {
 namespace {

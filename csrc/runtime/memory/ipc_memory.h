@@ -1,9 +1,9 @@
 // Device memory shared by several processes, like CUDA's IPC memory handles.
 #pragma once
 
-#include <cstddef>
+#include <openreg/launch.h>
 
-#include "runtime/stream/task.h"
+#include <cstddef>
 
 namespace openreg {
 

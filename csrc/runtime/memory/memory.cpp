@@ -1,22 +1,21 @@
 #include "runtime/memory/memory.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <iterator>
+#include <mutex>
+#include <string>
+#include <utility>
 
 #include "runtime/device.h"
-#include "runtime/explore/schedule.h"
-#include "runtime/graph/graph.h"
-#include "runtime/memory/isolation.h"
 #include "runtime/memory/pool.h"
-#include "runtime/memory/stats.h"
+#include "runtime/process/attention.h"
 #include "runtime/process/fault.h"
 #include "runtime/process/fork.h"
+#include "runtime/process/isolation.h"
 #include "runtime/process/notices.h"
-#include "runtime/stream/stream.h"
+#include "runtime/stream/launch.h"
 #include "runtime/stream/turn.h"
 
 namespace openreg {
@@ -26,10 +25,34 @@ using detail::tell;
 
 namespace {
 
-std::atomic<bool> poisoned{[] {
-  const char* text = std::getenv("OPENREG_POISON");
-  return text && *text && std::strcmp(text, "0") != 0;
-}()};
+std::atomic<unsigned long long> pools_made{0};
+struct ThreadPools {
+  std::array<PoolId, kMaxDevices> by_device{};
+  ~ThreadPools() { // a thread may end inside use_pool()
+    for (int device = 0; device < kMaxDevices; ++device)
+      if (by_device[static_cast<std::size_t>(device)] != PoolId{}) use_pool(device, {});
+  }
+};
+thread_local ThreadPools thread_pools;
+
+// Returns the private pool that an allocation comes from.
+PoolId pool_for(Stream stream) {
+  if (detail::any_capture())
+    if (const PoolId captured = detail::capture_watcher.pool(stream); captured != PoolId{}) return captured;
+  return thread_pools.by_device[static_cast<std::size_t>(stream.device)];
+}
+
+template <class F>
+void with_stats(int device, const F& f) noexcept {
+  if (auto* pools = detail::memory().pools) pools[device].with_stats(f);
+}
+
+template <class F>
+void each_usage(MemoryStats& stats, const F& f) {
+  for (auto* kind : {&stats.bytes, &stats.active, &stats.requested, &stats.blocks, &stats.active_blocks,
+           &stats.reserved, &stats.segments})
+    for (Usage& usage : *kind) f(usage);
+}
 
 } // namespace
 
@@ -39,7 +62,7 @@ void* allocate(Stream stream, std::size_t bytes) {
   const bool fails = (attention & detail::kFaultBit) && detail::allocation_fails(stream.device);
   PoolId pool{};
   if (attention & (detail::kCaptureBit | detail::kPoolBit)) [[unlikely]]
-    pool = detail::pool_for(stream);
+    pool = pool_for(stream);
   if (!memory().pools)
     throw OutOfMemory("openreg: cannot reserve address space for " + std::to_string(device_count()) + " devices of " +
         format_bytes(device_memory()) + "; lower OPENREG_DEVICE_MEMORY or OPENREG_DEVICE_COUNT, or raise `ulimit -v`");
@@ -50,12 +73,12 @@ void* allocate(Stream stream, std::size_t bytes) {
     tell(MemoryAction::kFailed, nullptr, bytes, stream);
     throw;
   }
-  notice("allocated", pointer, stream, bytes);
+  notice(NoticeKind::kAllocated, pointer, stream, bytes);
   tell(MemoryAction::kAllocated, pointer, bytes, stream);
   if (poison()) try {
       const auto fill = [pointer, bytes] { std::memset(pointer, 0xFF, bytes); };
       if (detail::captures(stream)) {
-        detail::launch(stream, Site("fill"), impl::WorkOf<decltype(fill)>::table, impl::context_of(fill));
+        detail::launch_directly(stream, fill, Site("fill"));
       } else if (detail::held_turn() ||
           (stream_idle(stream) &&
               !detail::scheduled())) { // running work allocates for itself, so filling after it would be too late
@@ -71,7 +94,7 @@ void* allocate(Stream stream, std::size_t bytes) {
 
 void deallocate(void* pointer) noexcept {
   if (!pointer || forked()) return; // another thread of the parent may have held the lock
-  notice("freed", pointer, {}); // first, because afterwards another thread may get the block
+  notice(NoticeKind::kFreed, pointer, {}); // first, because afterwards another thread may get the block
   auto& m = memory();
   m.pools[static_cast<std::size_t>(static_cast<char*>(pointer) - m.base) / m.stride].deallocate(
       static_cast<char*>(pointer));
@@ -80,7 +103,7 @@ void deallocate(void* pointer) noexcept {
 void record_stream(void* pointer, Stream stream) {
   if (!pointer || device_of(pointer) != stream.device || forked()) return;
   memory().pools[stream.device].record_stream(static_cast<char*>(pointer), stream.id);
-  notice("stream_recorded", pointer, stream);
+  notice(NoticeKind::kStreamRecorded, pointer, stream);
 }
 
 void hold_memory(void* pointer) {
@@ -123,23 +146,63 @@ void settle_memory(int device) noexcept {
 }
 
 void set_poison(bool on) noexcept {
-  poisoned.store(on, std::memory_order_relaxed);
+  detail::poisoned.store(on, std::memory_order_relaxed);
 }
 bool poison() noexcept {
-  return poisoned.load(std::memory_order_relaxed);
+  return detail::poisoned.load(std::memory_order_relaxed);
 }
 
-std::string format_bytes(std::size_t bytes) {
-  static constexpr const char* kUnits[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
-  double value = static_cast<double>(bytes);
-  std::size_t unit = 0;
-  while (value >= 1024 && unit + 1 < std::size(kUnits)) {
-    value /= 1024;
-    ++unit;
-  }
-  char text[32];
-  std::snprintf(text, sizeof text, unit ? "%.2f %s" : "%.0f %s", value, kUnits[unit]);
-  return text;
+// ---- private pools ----
+
+PoolId new_pool(PoolUser user) noexcept {
+  const auto number = ++pools_made;
+  return user == PoolUser::kGraph ? PoolId{number, 0} : PoolId{0, number};
+}
+
+void retain_pool(int device, PoolId pool, PoolUser user) {
+  check_not_forked();
+  if (auto* pools = detail::memory().pools) pools[device].retain(pool, user);
+}
+
+void release_pool(int device, PoolId pool, PoolUser user) noexcept {
+  if (forked()) return; // another thread of the parent may have held the lock
+  if (auto* pools = detail::memory().pools) pools[device].release(pool, user);
+}
+
+int pool_users(int device, PoolId pool) noexcept {
+  auto* pools = detail::memory().pools;
+  return pools && !forked() ? pools[device].users(pool) : 0;
+}
+
+PoolId use_pool(int device, PoolId pool) {
+  if (forked()) return {};
+  static std::mutex mutex;
+  static int uses = 0; // devices of threads
+  std::lock_guard lock(mutex);
+  const PoolId before = std::exchange(thread_pools.by_device[static_cast<std::size_t>(device)], pool);
+  uses += (pool != PoolId{}) - (before != PoolId{});
+  if (uses) detail::attention.fetch_or(detail::kPoolBit);
+  else detail::attention.fetch_and(~detail::kPoolBit);
+  return before;
+}
+
+// ---- statistics ----
+
+MemoryStats memory_stats(int device) noexcept {
+  MemoryStats copy{};
+  with_stats(device, [&](MemoryStats& stats) { copy = stats; });
+  return copy;
+}
+
+void reset_peak_memory(int device) noexcept {
+  with_stats(device, [](MemoryStats& stats) { each_usage(stats, [](Usage& usage) { usage.peak = usage.current; }); });
+}
+
+void reset_accumulated_memory(int device) noexcept {
+  with_stats(device, [](MemoryStats& stats) {
+    each_usage(stats, [](Usage& usage) { usage.in = usage.out = 0; });
+    stats.failures = stats.retries = stats.extensions = stats.returns = 0;
+  });
 }
 
 } // namespace openreg

@@ -3,18 +3,12 @@
 #pragma once
 
 #include <cstddef>
-#include <stdexcept>
-#include <string>
 
+#include "runtime/memory/block.h"
 #include "runtime/memory/private_pools.h"
-#include "runtime/stream/task.h"
+#include "runtime/memory/stats.h"
 
 namespace openreg {
-
-// Thrown when an allocation does not fit on a device; nothing has changed.
-struct OutOfMemory : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 // Note [Stream order]
 // Memory belongs to the stream that was current when it was allocated. If it is freed while that stream still has
@@ -42,11 +36,7 @@ void release_memory(void* pointer) noexcept;
 void set_memory_limit(int device, std::size_t bytes) noexcept;
 std::size_t memory_limit(int device) noexcept;
 
-// Allocator events. kFreed follows kFreeRequested once no stream uses the block.
-enum class MemoryAction { kAllocated, kFreeRequested, kFreed, kFailed };
-// If not null, called for every action, with the requested bytes, on the acting thread. kFreed is reported with the
-// pool locked, and an allocating thread may cause it.
-using MemoryWatcher = void (*)(MemoryAction, const void*, std::size_t bytes, Stream);
+// Sets who hears of every MemoryAction, or with null nobody.
 void set_memory_watcher(MemoryWatcher watcher) noexcept;
 
 // The device whose memory holds this address, or -1.
@@ -66,7 +56,21 @@ void settle_memory(int device) noexcept;
 void set_poison(bool on) noexcept;
 bool poison() noexcept;
 
-// "1.50 GiB", as CUDA's messages print sizes.
-std::string format_bytes(std::size_t bytes);
+// ---- private pools ----
+
+// An unused pool number: {0, n} for a MemPool, {n, 0} for a graph.
+PoolId new_pool(PoolUser user) noexcept;
+void retain_pool(int device, PoolId pool, PoolUser user);
+void release_pool(int device, PoolId pool, PoolUser user) noexcept;
+// How many users a pool has on a device.
+int pool_users(int device, PoolId pool) noexcept;
+// Directs the calling thread's allocations on `device` to a pool, or with {0, 0} to none; returns the previous pool.
+PoolId use_pool(int device, PoolId pool);
+
+// ---- statistics ----
+
+MemoryStats memory_stats(int device) noexcept;
+void reset_peak_memory(int device) noexcept;
+void reset_accumulated_memory(int device) noexcept;
 
 } // namespace openreg

@@ -6,7 +6,7 @@
 #include <iterator>
 #include <utility>
 
-#include "runtime/memory/isolation.h"
+#include "runtime/process/isolation.h"
 
 namespace openreg::detail {
 

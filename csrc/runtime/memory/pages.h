@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <map>
 
-#include "runtime/memory/contents.h"
+#include "runtime/memory/block.h"
 
 namespace openreg::detail {
 
@@ -67,7 +67,7 @@ class Pages {
   Page& operator[](std::size_t page) const { return pages_[page]; }
   char* start(std::size_t page) const { return base_ + page * kPage; }
   std::size_t page_of(const char* pointer) const { return static_cast<std::size_t>(pointer - base_) / kPage; }
-  // Of the blocks of a page, or of its run.
+  // Returns the size of a run, or of each block of a page.
   static std::size_t size_of(const Page& page) {
     return page.kind == kRun ? page.count * kPage : class_size(page.kind - 1);
   }

@@ -4,18 +4,26 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <string>
 
-#include "runtime/explore/schedule.h"
-#include "runtime/graph/graph.h"
-#include "runtime/memory/isolation.h"
+#include "runtime/process/isolation.h"
+#include "runtime/stream/queue.h"
+#include "runtime/stream/stream.h"
+#include "runtime/stream/watchers.h"
 
 namespace openreg::detail {
 
+std::atomic<bool> poisoned{[] {
+  const char* text = std::getenv("OPENREG_POISON");
+  return text && *text && std::strcmp(text, "0") != 0;
+}()};
+
 void* MemoryPool::allocate(std::int64_t stream, PoolId pool, std::size_t bytes, bool fails) {
-  const bool captured = captures({device_, stream}) || in_capture(); // before the lock
+  const bool captured =
+      any_capture() && (captures({device_, stream}) || capture_watcher.captures_any()); // before the lock
   std::unique_lock lock(mutex_);
   if (pool != PoolId{}) [[unlikely]] {
     stream = private_.owner_of(stream, pool);
@@ -272,7 +280,7 @@ void MemoryPool::fail(std::size_t bytes, const char* advice) {
 }
 
 std::size_t MemoryPool::take_pages(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size,
-    bool ahead, bool captured, std::unique_lock<Mutex>& lock) {
+    bool ahead, bool captured, std::unique_lock<std::mutex>& lock) {
   std::size_t page = kNoPage;
   bool taken = false; // from the pages that no work uses
   const auto take = [&] {
@@ -312,7 +320,7 @@ std::size_t MemoryPool::take_pages(std::int64_t stream, std::size_t length, std:
     if (pages_.high_water() * kPage > limit_) stats_.returns += pages_.return_free(); // holes, which are not needed
   }
   // What the fill of allocate() is too late for finds the same in each run of an order.
-  if (taken && scheduled() && poison()) fill(pages_.start(page), length * kPage);
+  if (taken && scheduled() && poisoned.load(std::memory_order_relaxed)) fill(pages_.start(page), length * kPage);
   return page;
 }
 

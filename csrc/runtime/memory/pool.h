@@ -13,16 +13,16 @@
 #include <vector>
 
 #include "runtime/device.h"
-#include "runtime/memory/contents.h"
-#include "runtime/memory/memory.h"
+#include "runtime/memory/block.h"
 #include "runtime/memory/pages.h"
 #include "runtime/memory/private_pools.h"
 #include "runtime/memory/stats.h"
-#include "runtime/mutex.h"
-#include "runtime/stream/stream.h"
+#include "runtime/stream/task.h"
 #include "runtime/stream/turn.h"
 
-namespace openreg::detail {
+namespace openreg {
+
+namespace detail {
 
 inline std::atomic<MemoryWatcher> memory_watcher __attribute__((visibility("hidden"))){nullptr};
 
@@ -30,6 +30,10 @@ inline void tell(MemoryAction action, const void* pointer, std::size_t bytes, St
   if (const auto watcher = memory_watcher.load(std::memory_order_relaxed)) [[unlikely]]
     watcher(action, pointer, bytes, stream);
 }
+
+extern std::atomic<bool> poisoned; // see set_poison()
+
+struct Contents;
 
 class MemoryPool {
  public:
@@ -76,9 +80,7 @@ class MemoryPool {
   }
 
  private:
-  friend std::vector<MemorySegment> openreg::memory_snapshot(int);
-  friend MemoryOwner openreg::find_owner(const void*) noexcept;
-  friend MemoryOwner openreg::owner_of(const void*);
+  friend struct Contents; // which contents.cpp reads it with
 
   using Blocks = std::array<std::vector<char*>, kClasses>;
   struct Waiting {
@@ -86,14 +88,16 @@ class MemoryPool {
     std::vector<Ticket> tickets; // of the recorded streams
   };
 
-  void find(const char* address, MemoryOwner& owner) noexcept {
-    std::int64_t of = 0;
-    owner.block = pages_.find(address, of);
-    owner.stream = private_.stream_of(of);
+  // Returns the block in use that contains an address, and its stream; its size is 0 if there is none.
+  MemoryBlock find(const char* address, std::int64_t& stream) noexcept {
+    std::int64_t owner = 0;
+    const MemoryBlock found = pages_.find(address, owner);
+    stream = private_.stream_of(owner);
+    return found;
   }
 
-  // Whether memory that an owner has freed may go to others. A private pool's memory may be in use on any stream, since
-  // a graph can replay on any.
+  // Returns true if memory that an owner has freed may go to others. A private pool's memory may be in use on any
+  // stream, since a graph can replay on any.
   bool idle(std::int64_t owner);
   bool all_idle();
 
@@ -130,9 +134,9 @@ class MemoryPool {
   // Takes `length` free pages for a stream, for `size` bytes of which `bytes` are requested, and returns the first
   // page. `ahead`: for use before the stream's queued work. The caller then calls count_segments().
   std::size_t take_pages(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size, bool ahead,
-      bool captured, std::unique_lock<Mutex>& lock);
+      bool captured, std::unique_lock<std::mutex>& lock);
 
-  Mutex mutex_;
+  std::mutex mutex_;
   int device_ = 0;
   Pages pages_;
   PrivatePools private_;
@@ -163,4 +167,5 @@ __attribute__((visibility("hidden"))) inline Memory& memory() {
   return *instance;
 }
 
-} // namespace openreg::detail
+} // namespace detail
+} // namespace openreg

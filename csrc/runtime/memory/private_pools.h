@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/stream/task.h"
+#include "runtime/device.h"
 
 namespace openreg {
 
@@ -21,19 +21,7 @@ using PoolId = std::pair<unsigned long long, unsigned long long>; // c10::Mempoo
 // Graphs and MemPools are counted separately: empty_cache() may return only the memory of a pool without graphs.
 enum class PoolUser { kPool, kGraph };
 
-// An unused pool number: {0, n} for a MemPool, {n, 0} for a graph.
-PoolId new_pool(PoolUser user) noexcept;
-void retain_pool(int device, PoolId pool, PoolUser user);
-void release_pool(int device, PoolId pool, PoolUser user) noexcept;
-// How many users a pool has on a device.
-int pool_users(int device, PoolId pool) noexcept;
-// Directs the calling thread's allocations on `device` to a pool, or with {0, 0} to none; returns the previous pool.
-PoolId use_pool(int device, PoolId pool);
-
 namespace detail {
-
-// The private pool that an allocation comes from. Called only during a capture, or while a thread uses one.
-PoolId pool_for(Stream stream);
 
 // A device's private pools and their users. The part of a pool that one stream allocates has a number, from kStreams
 // on, which owns pages and blocks like a stream's number.

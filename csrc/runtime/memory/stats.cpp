@@ -1,39 +1,21 @@
 #include "runtime/memory/stats.h"
 
-#include "runtime/memory/pool.h"
+#include <cstdio>
+#include <iterator>
 
 namespace openreg {
-namespace {
 
-template <class F>
-void with_stats(int device, const F& f) noexcept {
-  if (auto* pools = detail::memory().pools) pools[device].with_stats(f);
-}
-
-template <class F>
-void each_usage(MemoryStats& stats, const F& f) {
-  for (auto* kind : {&stats.bytes, &stats.active, &stats.requested, &stats.blocks, &stats.active_blocks,
-           &stats.reserved, &stats.segments})
-    for (Usage& usage : *kind) f(usage);
-}
-
-} // namespace
-
-MemoryStats memory_stats(int device) noexcept {
-  MemoryStats copy{};
-  with_stats(device, [&](MemoryStats& stats) { copy = stats; });
-  return copy;
-}
-
-void reset_peak_memory(int device) noexcept {
-  with_stats(device, [](MemoryStats& stats) { each_usage(stats, [](Usage& usage) { usage.peak = usage.current; }); });
-}
-
-void reset_accumulated_memory(int device) noexcept {
-  with_stats(device, [](MemoryStats& stats) {
-    each_usage(stats, [](Usage& usage) { usage.in = usage.out = 0; });
-    stats.failures = stats.retries = stats.extensions = stats.returns = 0;
-  });
+std::string format_bytes(std::size_t bytes) {
+  static constexpr const char* kUnits[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  double value = static_cast<double>(bytes);
+  std::size_t unit = 0;
+  while (value >= 1024 && unit + 1 < std::size(kUnits)) {
+    value /= 1024;
+    ++unit;
+  }
+  char text[32];
+  std::snprintf(text, sizeof text, unit ? "%.2f %s" : "%.0f %s", value, kUnits[unit]);
+  return text;
 }
 
 } // namespace openreg

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace openreg {
 
@@ -62,8 +63,7 @@ struct MemoryStats {
   }
 };
 
-MemoryStats memory_stats(int device) noexcept;
-void reset_peak_memory(int device) noexcept;
-void reset_accumulated_memory(int device) noexcept;
+// Prints a size as CUDA's messages do: "1.50 GiB".
+std::string format_bytes(std::size_t bytes);
 
 } // namespace openreg

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "runtime/device.h"
+#include "runtime/process/attention.h"
 
 namespace openreg {
 namespace {

@@ -1,12 +1,12 @@
 // Errors of queued work, kept for the next call that waits for the device.
 #pragma once
 
+#include <openreg/launch.h>
+
 #include <exception>
 #include <stdexcept>
 #include <string>
 #include <utility>
-
-#include "runtime/stream/task.h"
 
 namespace openreg {
 

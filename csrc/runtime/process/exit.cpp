@@ -2,8 +2,6 @@
 
 #include <atomic>
 
-#include "runtime/stream/turn.h"
-
 namespace openreg {
 namespace {
 
@@ -21,8 +19,7 @@ void keep_threads_away(bool away) noexcept {
 }
 
 void detail::stay_away() {
-  const auto stay = hook.load();
-  if (stay && !in_work()) stay();
+  if (const auto stay = hook.load()) stay();
 }
 
 } // namespace openreg

@@ -1,12 +1,12 @@
 // Where threads stop when the process ends: see Note [Exit].
 #pragma once
 
-#include "runtime/stream/task.h"
+#include "runtime/process/attention.h"
 
 namespace openreg {
 
-// While threads are kept away, a thread that uses the device, or has waited or worked for it, calls this unless it has
-// a turn. Set once, by the bindings.
+// Called by a thread that uses the device, or has waited or worked for it, while threads are kept away. It must return
+// on a thread that runs work: see detail::in_work(). Set once, by the bindings.
 using StayAway = void (*)();
 void set_stay_away(StayAway stay) noexcept;
 void keep_threads_away(bool away) noexcept;

@@ -2,16 +2,14 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <map>
 #include <mutex>
-#include <thread>
 #include <utility>
 
 #include "runtime/device.h"
+#include "runtime/process/attention.h"
 #include "runtime/process/error.h"
 #include "runtime/process/fork.h"
-#include "runtime/stream/stream.h"
 
 namespace openreg {
 namespace {
@@ -49,21 +47,6 @@ const Injection* strike(Fault fault, int device) {
     found = &injection;
   }
   return found;
-}
-
-bool strikes(Fault fault, int device) {
-  std::lock_guard lock(fault_mutex);
-  return strike(fault, device) != nullptr;
-}
-
-void add_latency(Fault fault, Stream stream, bool here) {
-  std::int64_t nanoseconds = 0;
-  {
-    std::lock_guard lock(fault_mutex);
-    if (const Injection* injection = strike(fault, stream.device)) nanoseconds = injection->nanoseconds;
-  }
-  if (nanoseconds > 0 && here) std::this_thread::sleep_for(std::chrono::nanoseconds(nanoseconds));
-  else if (nanoseconds > 0) sleep_on(stream, nanoseconds);
 }
 
 } // namespace
@@ -116,29 +99,21 @@ void detail::check_not_lost(int device) {
         ") to continue.");
 }
 
-bool detail::kernel_fails(Stream stream, const openreg_site& site, bool here) {
-  check_not_lost(stream.device);
-  add_latency(Fault::kKernelLatency, stream, here);
-  if (strikes(Fault::kLost, stream.device)) {
-    {
-      std::lock_guard lock(fault_mutex);
-      lost_devices[static_cast<std::size_t>(stream.device)] = true;
-    }
-    check_not_lost(stream.device);
-  }
-  if (!strikes(Fault::kKernel, stream.device)) return false;
-  const std::string message =
-      "openreg error: an injected fault made a kernel fail on openreg:" + std::to_string(stream.device) +
-      (site.name ? std::string(" in ") + site.name : "");
-  if (launch_mode() == LaunchMode::kSync) throw_device_error(message);
-  keep_error(stream.device, site, message.c_str());
-  return true;
+bool detail::strikes(Fault fault, int device) {
+  std::lock_guard lock(fault_mutex);
+  return strike(fault, device) != nullptr;
 }
 
-bool copy_corrupted(Stream stream, bool here) {
-  if (!(detail::attention.load() & detail::kFaultBit)) return false;
-  add_latency(Fault::kCopyLatency, stream, here);
-  return strikes(Fault::kCopy, stream.device);
+std::int64_t detail::latency(Fault fault, int device) {
+  std::lock_guard lock(fault_mutex);
+  const Injection* injection = strike(fault, device);
+  return injection ? injection->nanoseconds : 0;
+}
+
+bool detail::loses_device(int device) {
+  std::lock_guard lock(fault_mutex);
+  if (!strike(Fault::kLost, device)) return false;
+  return lost_devices[static_cast<std::size_t>(device)] = true;
 }
 
 } // namespace openreg

@@ -5,8 +5,6 @@
 #include <cstdint>
 #include <string>
 
-#include "runtime/stream/task.h"
-
 namespace openreg {
 
 // Note [Faults]
@@ -42,15 +40,16 @@ void check_usable(int device);
 
 namespace detail {
 // These are called only while a fault is armed or a device is lost.
-bool allocation_fails(int device);
-// Whether to skip the kernel and keep its error; throws if the device is lost. `here`: a latency passes before this
-// returns, instead of on the stream.
-bool kernel_fails(Stream stream, const openreg_site& site, bool here = false);
+// Throws if the device is lost.
 void check_not_lost(int device);
+// Counts an event of this kind; returns true if an injection strikes it.
+bool strikes(Fault fault, int device);
+// Counts an event of this kind; returns the nanoseconds of latency that an injection adds to it, or 0.
+std::int64_t latency(Fault fault, int device);
+// Counts an allocation; returns true if it must fail. Throws if the device is lost.
+bool allocation_fails(int device);
+// Counts a kernel; returns true if it makes the device lost.
+bool loses_device(int device);
 } // namespace detail
-
-// For a copy that is about to be launched on `stream`: adds its latency; true if one of its bytes must flip. `here`: as
-// above.
-bool copy_corrupted(Stream stream, bool here = false);
 
 } // namespace openreg

@@ -5,28 +5,18 @@
 #include <atomic>
 #include <stdexcept>
 
-#include "runtime/explore/schedule.h"
+#include "runtime/process/attention.h"
 #include "runtime/process/exit.h"
-#include "runtime/stream/stream.h"
 
 namespace openreg {
 namespace {
 
-std::atomic<bool> initialized{false};
-bool used_at_fork = false;
+std::atomic<bool> device_used{false};
 
 const bool noticed = [] {
-  pthread_atfork(
-      [] {
-        used_at_fork = initialized || launch_count() != 0 || detail::any_queue();
-        detail::hold_launch_counters(true); // which a thread of the child may need
-      },
-      [] { detail::hold_launch_counters(false); },
-      [] {
-        detail::hold_launch_counters(false);
-        detail::schedule_on.store(false); // the child has no other thread that could continue
-        if (used_at_fork) detail::attention.store(detail::kForkBit | (detail::attention & detail::kIsolationBit));
-      });
+  pthread_atfork(nullptr, nullptr, [] {
+    if (device_used) detail::attention.store(detail::kForkBit | (detail::attention & detail::kIsolationBit));
+  });
   return true;
 }();
 
@@ -46,7 +36,11 @@ void check_not_forked() {
 
 void initialize() {
   check_not_forked();
-  initialized = true;
+  device_used = true;
+}
+
+void note_use() noexcept {
+  device_used = true;
 }
 
 } // namespace openreg

@@ -1,10 +1,7 @@
-// How a thread waits for another thread.
+// What a thread that waits for another one does about signals and Python's lock.
 #pragma once
 
 #include <chrono>
-#include <type_traits>
-
-#include "runtime/stream/turn.h"
 
 namespace openreg {
 
@@ -30,25 +27,12 @@ namespace detail {
 
 enum class Interrupt { kThrows, kNever };
 
-// Calls the hook from set_check_signals(); false without one.
+// Calls the hook from set_check_signals(); returns false without one.
 bool check_signals();
 // Calls the hook from set_around_wait() around the wait, or the wait alone.
 void wait_around(void (*wait)(void*), void* argument);
 
-inline constexpr std::chrono::milliseconds kSlice{50};
-
-// Waits without the calling thread's turn and without Python's lock: see Note [Turns]. `wait(most)` waits for at most
-// that long and returns whether the awaited event has happened; it holds no lock.
-template <class Wait>
-void wait_freely(Interrupt interrupt, Wait&& wait) {
-  const NoTurn no_turn;
-  auto whole = [&] {
-    std::chrono::nanoseconds most = kSlice;
-    while (!wait(most))
-      if (interrupt == Interrupt::kNever || !check_signals()) most = std::chrono::hours(1);
-  };
-  wait_around([](void* argument) { (*static_cast<decltype(whole)*>(argument))(); }, &whole);
-}
+inline constexpr std::chrono::milliseconds kSlice{50}; // between two looks for signals
 
 } // namespace detail
 } // namespace openreg

@@ -19,17 +19,17 @@ std::atomic<AnswersQuery> observers_answer{nullptr};
 
 } // namespace
 
-void detail::keep_notice(const char* what, const void* object, Stream stream, std::size_t bytes) noexcept {
+void detail::keep_notice(NoticeKind kind, const void* object, Stream stream, std::size_t bytes) noexcept {
   if (forked()) return; // another thread of the parent may have held the lock
   std::lock_guard lock(observer_mutex);
-  notices.push_back({what, static_cast<std::uintptr_t>(pthread_self()), object, stream, bytes});
+  notices.push_back({kind, static_cast<std::uintptr_t>(pthread_self()), object, stream, bytes});
 }
 
 bool answers_query(const void* event, Stream stream) {
   if (!detail::observed.load(std::memory_order_relaxed)) [[likely]]
     return true;
   if (const auto answers = observers_answer.load(); answers && !answers(event, stream)) return false;
-  notice(event ? "event_synchronized" : "stream_synchronized", event, stream);
+  notice(event ? NoticeKind::kEventSynchronized : NoticeKind::kStreamSynchronized, event, stream);
   return true;
 }
 

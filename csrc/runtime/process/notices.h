@@ -2,37 +2,56 @@
 // and freed, events, collectives, and the host's waits.
 #pragma once
 
+#include <openreg/launch.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "runtime/stream/task.h"
-
 namespace openreg {
 
-// Each notice is named after the method of openreg_ops.openreg.races.Races that handles it.
+// What a notice reports of its object and its stream. races.py has a method for each, such as event_recorded().
+enum class NoticeKind : std::uint8_t {
+  kAllocated, // memory was allocated on the stream
+  kFreed, // memory was freed
+  kResized, // a storage got other memory, in which the stream copied what fits
+  kStreamRecorded, // the stream uses memory until it is freed
+  kHostFreed, // pinned memory of the host was freed
+  kEventRecorded, // the stream records the event
+  kEventWaitedFor, // the stream waits for the event
+  kRecordCaptured, // a graph got a node that records the event
+  kWaitCaptured, // a graph got a node that waits for the event
+  kEventSynchronized, // the host comes after the event
+  kEventDestroyed, // the event is gone, and its address may be another one's
+  kStreamSynchronized, // the host comes after all work of the stream
+  kDeviceSynchronized, // the host comes after all work of the device
+  kCollectiveStarted, // a collective comes after the work of the stream
+  kCollectiveWaitedFor, // the stream waits for the collective
+  kCollectiveDestroyed, // the collective is gone
+};
+
 struct Notice {
-  const char* what;
+  NoticeKind kind;
   std::uintptr_t thread; // Python's threading.get_ident()
-  const void* object; // the memory or the event
+  const void* object; // the memory, the event or the collective; null if there is none
   Stream stream;
   std::size_t bytes; // of memory
 };
 
 namespace detail {
 extern std::atomic<bool> observed;
-void keep_notice(const char* what, const void* object, Stream stream, std::size_t bytes) noexcept;
+void keep_notice(NoticeKind kind, const void* object, Stream stream, std::size_t bytes) noexcept;
 } // namespace detail
 
-// No launch calls this, and it costs one load while there is no observer.
-inline void notice(const char* what, const void* object, Stream stream, std::size_t bytes = 0) noexcept {
+// Logs a notice. No launch calls this, and it costs one load while there is no observer.
+inline void notice(NoticeKind kind, const void* object, Stream stream, std::size_t bytes = 0) noexcept {
   if (detail::observed.load(std::memory_order_relaxed)) [[unlikely]]
-    detail::keep_notice(what, object, stream, bytes);
+    detail::keep_notice(kind, object, stream, bytes);
 }
 
-// Whether the program may learn that the work is done for which it asked: the work that an event recorded or, if
-// `event` is null, all work of a stream. Only the observer refuses it: see Races.answers() in
+// Returns true if the program may learn that the work for which it asked is done: the work that an event recorded or,
+// if `event` is null, all work of a stream. Only the observer refuses it: see Races.answers() in
 // openreg_ops/openreg/races.py. If not refused, keeps the notice that the host comes after that work.
 bool answers_query(const void* event, Stream stream);
 using AnswersQuery = bool (*)(const void* event, Stream stream);

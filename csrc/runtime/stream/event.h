@@ -1,10 +1,10 @@
 // Events: points in a stream's order.
 #pragma once
 
+#include <openreg/launch.h>
+
 #include <chrono>
 #include <memory>
-
-#include "runtime/stream/task.h"
 
 namespace openreg {
 

@@ -17,13 +17,12 @@
 #include <stdexcept>
 #include <utility>
 
-#include "runtime/explore/schedule.h"
-#include "runtime/graph/graph.h"
 #include "runtime/process/error.h"
 #include "runtime/process/fault.h"
-#include "runtime/process/interrupts.h"
-#include "runtime/process/profile.h"
-#include "runtime/stream/stream.h"
+#include "runtime/stream/launch.h"
+#include "runtime/stream/profile.h"
+#include "runtime/stream/queue.h"
+#include "runtime/stream/turn.h"
 
 namespace openreg {
 
@@ -56,7 +55,7 @@ bool is_at_least(Generation a, Generation b) {
   return static_cast<std::int32_t>(a - b) >= 0;
 }
 
-// Whether it has neither ended nor become a zombie.
+// Returns true if the process has neither ended nor become a zombie.
 bool is_running(int process) {
   std::string stat;
   std::getline(std::ifstream("/proc/" + std::to_string(process) + "/stat"), stat);
@@ -96,18 +95,18 @@ struct SharedEvent::File {
     slot(point).reached.store(point, std::memory_order_release);
     syscall(SYS_futex, &slot(point).reached, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
-  // Whether the point was reached, or never will be, because the process that recorded it has ended.
+  // Returns true if the point was reached, or never will be, because the process that recorded it has ended.
   bool decided(Generation point) const {
     if (reached(point)) return true;
     const int process = slot(point).process.load();
     return process != getpid() && !is_running(process);
   }
-  // The same, for a schedule.
+  // Describes a wait for decided() to a schedule.
   static detail::Awaited awaited(const std::shared_ptr<File>& file, Generation point) {
     return {
         [file, point] { return file->decided(point); }, {kAnyDevice, -1}, file->slot(point).process.load() != getpid()};
   }
-  // Whether the point was reached within `most`; may return early. Throws if it never will be.
+  // Returns true if the point was reached within `most`; may return early. Throws if it never will be.
   bool wait_for(Generation point, std::chrono::nanoseconds most) const {
     auto& word = slot(point).reached;
     const Generation seen = word.load(std::memory_order_acquire);
@@ -198,7 +197,7 @@ namespace {
 
 void refuse_in_capture(Stream stream) {
   if (detail::captures(stream))
-    detail::refuse_capture(stream, "an interprocess event",
+    detail::capture_watcher.refuse(stream, "an interprocess event",
         "a replay would record or wait for it again, which other processes cannot tell apart. Use an event of this "
         "process, or record it after the replay.");
 }
@@ -220,19 +219,16 @@ void SharedEvent::block(Stream stream) const {
   refuse_in_capture(stream);
   const Generation point = file_->page->latest.load();
   if (file_->reached(point)) return;
-  const Site site("wait for an event", Site::kWait);
   const auto wait = [file = file_, point] { // on a worker, which holds no turn and handles no signals
     while (!file->wait_for(point, detail::kSlice) && !detail::dropping()) {
     }
   };
-  auto task = detail::profiled(stream, site, wait);
-  if (!detail::scheduled()) return detail::queue_wait(stream, std::move(task), site);
-  detail::queue_wait(stream, std::move(task), site, File::awaited(file_, point));
+  detail::queue_wait(stream, wait, Site("wait for an event", Site::kWait), File::awaited(file_, point));
 }
 
 bool SharedEvent::query() const {
   detail::check_host_call("an event's query");
-  if (detail::scheduled()) detail::schedule_query("Event.query", {device(), -1});
+  if (detail::scheduled()) detail::schedule_watcher.query("Event.query", {device(), -1});
   return file_->reached(file_->page->latest.load());
 }
 
@@ -242,7 +238,7 @@ void SharedEvent::synchronize() const {
   check_usable(device());
   const Generation point = file_->page->latest.load();
   if (detail::scheduled() && !file_->reached(point))
-    detail::schedule_wait("Event.synchronize", File::awaited(file_, point));
+    detail::schedule_watcher.wait("Event.synchronize", File::awaited(file_, point));
   file_->wait(point, detail::Interrupt::kThrows);
   throw_kept_error(device());
 }

@@ -3,8 +3,6 @@
 #include <array>
 
 #include "runtime/device.h"
-#include "runtime/process/interrupts.h"
-#include "runtime/stream/task.h"
 
 namespace openreg {
 namespace {
@@ -13,11 +11,13 @@ std::array<detail::TurnState, kMaxDevices * kStreams> turns;
 
 void wait(void* turn) {
   auto* const held = static_cast<detail::TurnState*>(turn);
-  held->mutex.wait();
+  held->mutex.lock();
   detail::held_turn() = held; // from here on, as Note [Exit] asks whether the thread has one
 }
 
 } // namespace
+
+constinit thread_local detail::TurnState* detail::turn_of_thread = nullptr;
 
 detail::NoTurn::NoTurn() noexcept : given_(held_turn()) {
   if (given_) give(held_turn());

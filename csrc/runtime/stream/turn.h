@@ -1,11 +1,12 @@
-// Work that several threads run on one stream takes turns.
+// The turns in which several threads run work on one stream, and waits that give up a turn.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <utility>
 
-#include "runtime/mutex.h"
-#include "runtime/per_thread.h"
+#include "runtime/process/interrupts.h"
 
 namespace openreg {
 
@@ -13,21 +14,23 @@ namespace openreg {
 // Two threads may use one stream, and their work must run one after the other, as on hardware: an in-place update by
 // either is never split. So work takes its stream's turn while it runs, on its caller's thread or on a worker. Nested
 // work runs in the outer work's turn only, whatever its own stream, and a thread that waits for other work gives up its
-// turn meanwhile (wait.h). No thread waits for work that needs the turn it holds. A kernel must not take a lock that
-// others hold while they launch.
+// turn meanwhile (wait_freely()). No thread waits for work that needs the turn it holds. A kernel must not take a lock
+// that others hold while they launch.
 
 namespace detail {
 
 struct alignas(64) TurnState {
-  Mutex mutex;
+  std::mutex mutex;
+  std::atomic<bool> busy{false}; // work has it; for Note [Usage]
   std::uint64_t taken = 0; // how often its holder has taken it; see also detail::queue()
 };
 TurnState& turn_of(int device, std::int64_t stream) noexcept;
-// The calling thread's turn.
+// The turn that the calling thread has, or null.
+extern constinit thread_local TurnState* turn_of_thread;
 inline TurnState*& held_turn() noexcept {
-  return PerThread<TurnState*, struct HeldTurn>::get();
+  return turn_of_thread;
 }
-// Whether the calling thread is running work.
+// Returns true if the calling thread is running work.
 bool in_work() noexcept;
 
 void wait_for_turn(TurnState& turn) noexcept;
@@ -36,9 +39,11 @@ inline void take(TurnState& turn, TurnState*& held) noexcept {
   if (!turn.mutex.try_lock()) [[unlikely]]
     wait_for_turn(turn);
   ++turn.taken;
+  turn.busy.store(true, std::memory_order_relaxed);
   held = &turn;
 }
 inline void give(TurnState*& held) noexcept {
+  held->busy.store(false, std::memory_order_relaxed);
   std::exchange(held, nullptr)->mutex.unlock();
 }
 
@@ -72,6 +77,19 @@ class NoTurn {
  private:
   TurnState* const given_;
 };
+
+// Waits without the calling thread's turn and without Python's lock: see Note [Turns]. `wait(most)` waits for at most
+// that long and returns whether the awaited event has happened; it holds no lock.
+template <class Wait>
+void wait_freely(Interrupt interrupt, Wait&& wait) {
+  const NoTurn no_turn;
+  auto whole = [&] {
+    std::chrono::nanoseconds most = kSlice;
+    while (!wait(most))
+      if (interrupt == Interrupt::kNever || !check_signals()) most = std::chrono::hours(1);
+  };
+  wait_around([](void* argument) { (*static_cast<decltype(whole)*>(argument))(); }, &whole);
+}
 
 } // namespace detail
 } // namespace openreg

@@ -10,8 +10,6 @@
 #include <thread>
 
 #include "runtime/process/fork.h"
-#include "runtime/process/interrupts.h"
-#include "runtime/stream/task.h"
 #include "runtime/stream/turn.h"
 
 namespace openreg {
@@ -27,7 +25,7 @@ enum Sample : std::uint8_t { kIdle, kSleeps, kWorks };
 
 Sample look_at(int device) {
   for (std::int64_t id = 0; id < static_cast<std::int64_t>(kStreams); ++id)
-    if (detail::turn_of(device, id).mutex.is_locked()) return kWorks;
+    if (detail::turn_of(device, id).busy.load(std::memory_order_relaxed)) return kWorks;
   return detail::sleeping[static_cast<std::size_t>(device)].load(std::memory_order_relaxed) ? kSleeps : kIdle;
 }
 

@@ -16,6 +16,11 @@ namespace openreg {
 enum class Isolation { kOff, kStrict, kKeys };
 Isolation isolation() noexcept;
 
+// Describes an access that is not permitted to standard error. `verb`: what the host did. Called in a signal handler.
+// Set once, by memory/access_report.cpp.
+using ReportAccess = void (*)(const char* address, const char* verb);
+void set_report_access(ReportAccess report) noexcept;
+
 // Isolates the range of all devices' memory. Called when it is reserved.
 void isolate(void* base, std::size_t bytes) noexcept;
 // From now on, only the first `bytes` of a device's memory may be in use.
@@ -25,8 +30,8 @@ void isolate_used(int device, void* base, std::size_t bytes) noexcept;
 // false, with errno set, if the operating system refuses.
 bool remap(void* pages, std::size_t bytes, int file) noexcept;
 
-// Whether the calling thread may be host code; called in a signal handler. With keys, a thread that is not (an OpenMP
-// or MKL worker that is older than the launch it works for) gets access when it first needs it.
+// Returns true if the calling thread may be host code. Called in a signal handler. With keys, a thread that is not (an
+// OpenMP or MKL worker that is older than the launch it works for) gets access when it first needs it.
 using IsHostThread = bool (*)();
 void set_host_thread(IsHostThread is_host) noexcept;
 

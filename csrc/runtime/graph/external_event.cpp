@@ -1,50 +1,20 @@
-#include "runtime/stream/external_event.h"
+#include "runtime/graph/external_event.h"
 
-#include <atomic>
-#include <condition_variable>
-#include <mutex>
 #include <stdexcept>
 #include <utility>
 
-#include "runtime/explore/schedule.h"
 #include "runtime/graph/graph.h"
 #include "runtime/process/error.h"
 #include "runtime/process/fault.h"
-#include "runtime/process/interrupts.h"
 #include "runtime/process/notices.h"
-#include "runtime/process/profile.h"
-#include "runtime/stream/stream.h"
+#include "runtime/stream/event_point.h"
+#include "runtime/stream/profile.h"
 
 namespace openreg {
 
-struct ExternalEvent::Point {
-  explicit Point(Stream stream) : stream(stream) {}
-  const Stream stream; // whose work reaches it
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::atomic<bool> reached{false};
-  Clock::time_point time;
-
-  bool is_reached() const { return reached.load(std::memory_order_acquire); }
-  void reach() {
-    std::lock_guard lock(mutex);
-    if (is_reached()) return;
-    time = Clock::now();
-    reached.store(true, std::memory_order_release);
-    changed.notify_all();
-  }
-  bool wait_for(std::chrono::nanoseconds most) {
-    std::unique_lock lock(mutex);
-    return changed.wait_for(lock, most, [&] { return is_reached(); });
-  }
-  // By the host.
-  void wait() {
-    if (!is_reached()) detail::refuse_own_stream(stream);
-    if (detail::scheduled()) detail::schedule_wait("Event.synchronize", {[this] { return is_reached(); }, stream});
-    if (is_reached()) return;
-    detail::wait_freely(detail::Interrupt::kThrows, [&](auto most) { return wait_for(most); });
-  }
-  // By work of a stream.
+struct ExternalEvent::Point : detail::EventPoint {
+  using EventPoint::EventPoint;
+  // Waits in the work of a stream.
   void wait_in_work() {
     if (is_reached()) return;
     detail::wait_freely(
@@ -53,7 +23,7 @@ struct ExternalEvent::Point {
 };
 
 struct ExternalEvent::Latest {
-  ~Latest() { notice("event_destroyed", this, {}); }
+  ~Latest() { notice(NoticeKind::kEventDestroyed, this, {}); }
   std::shared_ptr<Point> get() const { return std::atomic_load(&point); }
   std::shared_ptr<Point> renew(Stream stream) {
     auto made = std::make_shared<Point>(stream);
@@ -94,30 +64,20 @@ void ExternalEvent::record(Stream stream) {
   const HostCall call("openregEventRecord");
   check_usable(stream.device);
   if (detail::captures(stream)) return capture(stream, /*records=*/true);
-  auto point = latest_->renew(stream);
-  if (stream_idle(stream)) point->reach();
-  else detail::queue_signal(stream, [point] { point->reach(); }, Site("record an event"));
+  detail::queue_record(stream, latest_->renew(stream));
 }
 
 void ExternalEvent::block(Stream stream) const {
   const HostCall call("openregStreamWaitEvent");
   check_usable(stream.device);
   if (detail::captures(stream)) return capture(stream, /*records=*/false);
-  const auto point = latest();
-  if (!point || point->is_reached() || point->stream == stream) return;
-  const Site site("wait for an event", Site::kWait);
-  auto wait = detail::profiled(stream, site, [point] { // on a worker, which holds no turn and handles no signals
-    while (!point->wait_for(detail::kSlice) && !detail::dropping()) {
-    }
-  });
-  if (!detail::scheduled()) return detail::queue_wait(stream, std::move(wait), site);
-  detail::queue_wait(stream, std::move(wait), site, {[point] { return point->is_reached(); }, point->stream});
+  if (const auto point = latest()) detail::queue_wait(stream, point);
 }
 
 bool ExternalEvent::query() const {
   detail::check_host_call("an event's query");
   const auto point = latest();
-  if (point && detail::scheduled()) detail::schedule_query("Event.query", point->stream);
+  if (point && detail::scheduled()) detail::schedule_watcher.query("Event.query", point->stream);
   return !point || point->is_reached();
 }
 

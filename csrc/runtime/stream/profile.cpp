@@ -1,4 +1,4 @@
-#include "runtime/process/profile.h"
+#include "runtime/stream/profile.h"
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -13,7 +13,7 @@
 
 #include "runtime/process/fork.h"
 #include "runtime/process/interrupts.h"
-#include "runtime/stream/stream.h"
+#include "runtime/stream/queue.h"
 
 namespace openreg {
 

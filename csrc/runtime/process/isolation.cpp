@@ -1,4 +1,4 @@
-#include "runtime/memory/isolation.h"
+#include "runtime/process/isolation.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -14,8 +14,7 @@
 #include <cstring>
 #include <mutex>
 
-#include "runtime/memory/contents.h"
-#include "runtime/stream/task.h"
+#include "runtime/process/attention.h"
 
 #ifdef __x86_64__
 #include <cpuid.h>
@@ -99,36 +98,9 @@ const bool fork_noticed = [] {
 // ---- the fault handler: only async-signal-safe code ----
 
 struct sigaction previous;
+constinit ReportAccess report = nullptr;
 std::atomic<char*> reported{nullptr}; // the latest address: a handler that returns would see it again forever
 IsHostThread is_host_thread = [] { return gettid() == getpid(); };
-
-// Text of bounded length, built without allocating.
-class Text {
- public:
-  Text& operator<<(const char* text) {
-    while (*text && size_ < sizeof text_) text_[size_++] = *text++;
-    return *this;
-  }
-  Text& operator<<(std::uint64_t number) { return digits(number, 10); }
-  Text& operator<<(const void* address) {
-    return (*this << "0x").digits(reinterpret_cast<std::uintptr_t>(address), 16);
-  }
-  void print() const {
-    if (write(STDERR_FILENO, text_, size_) < 0) return; // there is no one left to report to
-  }
-
- private:
-  Text& digits(std::uint64_t number, unsigned base) {
-    char reversed[20];
-    int count = 0;
-    do reversed[count++] = "0123456789abcdef"[number % base];
-    while (number /= base);
-    while (count && size_ < sizeof text_) text_[size_++] = reversed[--count];
-    return *this;
-  }
-  char text_[1024];
-  std::size_t size_ = 0;
-};
 
 const char* verb(const void* context) {
 #ifdef __x86_64__
@@ -136,28 +108,6 @@ const char* verb(const void* context) {
 #else
   return "touched";
 #endif
-}
-
-void report(const char* address, const void* context) {
-  Text text;
-  const MemoryOwner owner = find_owner(address);
-  text << "openreg: the host " << verb(context) << " device memory: address " << static_cast<const void*>(address)
-       << " on openreg:" << static_cast<std::uint64_t>(owner.device);
-  const MemoryBlock& block = owner.block;
-  if (owner.busy) {
-    text << ", in an allocation that cannot be told, because the allocator is busy";
-  } else if (!block.size) {
-    text << ", in memory that has been freed or was never allocated";
-  } else {
-    const auto offset = static_cast<std::uint64_t>(address - static_cast<const char*>(block.address));
-    text << ", byte " << offset << " of "
-         << (block.state == MemoryBlock::kAllocated ? "an allocation" : "a freed allocation") << " of "
-         << static_cast<std::uint64_t>(block.requested) << " bytes at " << block.address << ", made on stream "
-         << static_cast<std::uint64_t>(owner.stream);
-  }
-  text << ".\nOn a real accelerator the host cannot reach it. Copy the tensor with .cpu() or .to(\"cpu\"), or do the "
-          "work in a kernel, through openreg::launch(). (OPENREG_ISOLATION=off permits it.)\n";
-  text.print();
 }
 
 #ifdef __x86_64__
@@ -209,7 +159,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
       return;
     }
 #endif
-    if (reported.exchange(address) != address) report(address, context);
+    if (reported.exchange(address) != address) report(address, verb(context));
     else previous = {}; // SIG_DFL
   }
   chain(signal, info, context);
@@ -224,6 +174,10 @@ Isolation isolation() noexcept {
 
 void set_host_thread(IsHostThread is_host) noexcept {
   is_host_thread = is_host;
+}
+
+void set_report_access(ReportAccess reporter) noexcept {
+  report = reporter;
 }
 
 void isolate(void* base, std::size_t bytes) noexcept {

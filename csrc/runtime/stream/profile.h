@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/process/attention.h"
 #include "runtime/stream/task.h"
 
 namespace openreg {
