@@ -48,6 +48,6 @@ def load() -> None:
     from openreg_ops import _C
 
     ctypes.CDLL(str(Path(__file__).with_name(library(capability()))))
-    shared = _C.register_native_kernels()
+    shared = _C.register_boxed_kernels()
     metas = (name.removesuffix("/Meta") for name in torch.library._impls if name.endswith("/Meta"))
     _C.set_python_meta_kernels([name.replace("/", "::") for name in metas])

@@ -31,7 +31,7 @@ template struct Expose<&c10::Dispatcher::deregisterFallback_>;
 void set_autograd_fallback(const std::string& mode) {
   TORCH_CHECK_VALUE(mode == "error" || mode == "warn" || mode == "nothing",
       "openreg_ops.autograd: expected the mode \"error\", \"warn\" or \"nothing\", but got \"", mode, "\"");
-  // Leaked: see register_native_kernels().
+  // Leaked: see register_boxed_kernels().
   static auto* library = new std::optional<torch::Library>;
   if (library->has_value()) library->reset();
   else deregister_fallback(c10::Dispatcher::singleton(), identity.autograd);

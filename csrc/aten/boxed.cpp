@@ -1,22 +1,17 @@
 #include "aten/boxed.h"
 
-#include <ATen/TensorIterator.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/clone.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/quantized/QTensorImpl.h>
 #include <ATen/quantized/Quantizer.h>
 
-#include <algorithm>
-#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
-#include "aten/deferred/captured.h"
-#include "aten/deferred/queued.h"
+#include "aten/deferred/deferred.h"
 #include "aten/kernel_kind.h"
 #include "aten/traits/cuda_rules.h"
 #include "aten/traits/host_scalars.h"
@@ -26,6 +21,7 @@
 #include "backend/allocator.h"
 #include "backend/generator.h"
 #include "backend/identity/identity.h"
+#include "backend/map_tensors.h"
 #include "backend/sync_debug.h"
 #include "runtime/device.h"
 #include "runtime/process/attention.h"
@@ -36,16 +32,16 @@ namespace {
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 
-// Whether this is a quantized tensor of torch.empty, which few kernels take.
+// Returns true for a quantized tensor of torch.empty, which few kernels take.
 bool lacks_quantizer(const at::Tensor& t) {
   return t.defined() && t.is_quantized() &&
       dynamic_cast<at::UnknownQuantizer*>(static_cast<at::QTensorImpl*>(t.unsafeGetTensorImpl())->quantizer().get());
 }
 
 // Runs the CPU kernel of one operator; `target` is the CPU's key for the layout it serves.
-class NativeKernel final : public c10::OperatorKernel {
+class BoxedCpuKernel final : public c10::OperatorKernel {
  public:
-  NativeKernel(const c10::OperatorHandle& op, DispatchKey target) : target_(target), traits_(traits_of(op)) {
+  BoxedCpuKernel(const c10::OperatorHandle& op, DispatchKey target) : target_(target), traits_(traits_of(op)) {
     const c10::FunctionSchema& schema = op.schema();
     const auto kSizes = c10::OptionalType::create(c10::ListType::create(c10::SymIntType::get()));
     for (const auto& argument : schema.arguments()) {
@@ -88,14 +84,13 @@ class NativeKernel final : public c10::OperatorKernel {
     if (C10_UNLIKELY(queueing()) && !(may_capture && here_is_captured()) && target_ == DispatchKey::CPU &&
         queue_operator(op, stack))
       return;
-    // The stack holds the only reference to some arguments, which the call needs until it ends.
-    c10::SmallVector<at::Tensor, 8> held;
+    // The stack holds the only reference to some tensors, which the call needs until it ends.
+    c10::SmallVector<c10::IValue, 8> held;
     CpuCall call(op.operator_name().name.c_str(), traits_.reads_no_data ? CpuCall::kAny : CpuCall::kSame);
     bool for_host = false; // the caller asks for a CPU result, which then does not belong to the device
     if (traits_.host_tensors != HostTensors::kNone) call.allow_host_tensors();
     if (traits_.cpu_scalar != nullptr) call.allow_scalars();
     const size_t count = write_.size();
-    held.reserve(count);
     for (size_t i = 0; i < count && takes_device_; ++i) {
       c10::IValue& value = (*stack)[stack->size() - count + i];
       if (!value.isDevice()) continue;
@@ -104,34 +99,19 @@ class NativeKernel final : public c10::OperatorKernel {
       call.set_device(checked_index(value.toDevice()));
       value = c10::Device(c10::kCPU);
     }
+    held.reserve(count);
     for (size_t i = 0; i < count; ++i) {
       c10::IValue& value = (*stack)[stack->size() - count + i];
-      if (value.isTensor()) {
-        held.push_back(std::move(value).toTensor());
-        // As on CUDA, indices may be on the host, and a value only if it is 0-dim.
-        if (C10_UNLIKELY(traits_.host_tensors == HostTensors::kIndices))
-          call.allow_host_tensors(held.back().dim() == 0);
-        const at::Tensor& alias = call.alias(held.back(), write_[i]);
-        if (C10_UNLIKELY(traits_.asks_requires_grad) && held.back().requires_grad()) alias.set_requires_grad(true);
-        value = alias;
-      } else if (value.isTensorList()) {
-        const auto list = value.toTensorList();
-        c10::List<at::Tensor> aliases;
-        aliases.reserve(list.size());
-        for (const at::Tensor& t : list) held.push_back(t);
-        for (const at::Tensor& t : list) aliases.push_back(call.alias(t, write_[i]));
-        value = std::move(aliases);
-      } else if (value.isOptionalTensorList()) {
-        const auto list = value.toOptionalTensorList();
-        c10::List<std::optional<at::Tensor>> aliases;
-        aliases.reserve(list.size());
-        if (C10_UNLIKELY(traits_.host_tensors != HostTensors::kNone)) call.allow_host_tensors();
-        for (const std::optional<at::Tensor>& t : list) {
-          if (t) held.push_back(*t);
-          aliases.push_back(t ? std::optional(call.alias(*t, write_[i])) : std::nullopt);
-        }
-        value = std::move(aliases);
-      }
+      if (!holds_tensors(value)) continue;
+      held.push_back(std::move(value));
+      // As on CUDA, indices, which are in lists, may be on the host, and a value only if it is 0-dim.
+      if (C10_UNLIKELY(traits_.host_tensors == HostTensors::kIndices))
+        call.allow_host_tensors(!held.back().isTensor() || held.back().toTensor().dim() == 0);
+      value = map_tensors(held.back(), [&](const at::Tensor& x) -> const at::Tensor& {
+        const at::Tensor& alias = call.alias(x, write_[i]);
+        if (C10_UNLIKELY(traits_.asks_requires_grad) && x.requires_grad()) alias.set_requires_grad(true);
+        return alias;
+      });
     }
     std::vector<std::pair<size_t, at::Generator>> generators;
     for (size_t i = 0; i < count && takes_generator_; ++i)
@@ -148,7 +128,7 @@ class NativeKernel final : public c10::OperatorKernel {
       } else {
         const CapturedCall captured{
             op, target_, call, current_stream(call.device()), draws_, false, std::move(generators)};
-        return capture_call(captured, stack);
+        return capture_operator(captured, stack);
       }
     } else {
       const at::Generator lent = draws_ ? inner_generator(default_generator(call.device())) : at::Generator();
@@ -163,7 +143,10 @@ class NativeKernel final : public c10::OperatorKernel {
         });
       } catch (const c10::Error& error) { // every function of an UnknownQuantizer is an internal assertion that fails
         const bool internal = error.msg().find("INTERNAL ASSERT FAILED") != std::string::npos;
-        TORCH_CHECK_NOT_IMPLEMENTED(!internal || std::ranges::none_of(held, lacks_quantizer), op.operator_name().name,
+        bool lacking = false;
+        for (const c10::IValue& value : held)
+          visit_tensors(value, [&](const auto& x) { lacking |= lacks_quantizer(x); });
+        TORCH_CHECK_NOT_IMPLEMENTED(!internal || !lacking, op.operator_name().name,
             ": expected quantized tensors with a quantizer, but got one that torch.empty made; use "
             "torch.quantize_per_tensor or torch._empty_affine_quantized");
         throw;
@@ -180,12 +163,8 @@ class NativeKernel final : public c10::OperatorKernel {
             op.operator_name().name,
             ": PyTorch's kernel does not write to this out= tensor, but returns another one; call it without out=");
         value = own(call, std::move(value).toTensor());
-      } else if (value.isTensorList()) {
-        auto list = value.toTensorList();
-        c10::List<at::Tensor> out;
-        out.reserve(list.size());
-        for (const at::Tensor& t : list) out.push_back(call.result(t));
-        value = std::move(out);
+      } else {
+        value = map_tensors(value, [&](const at::Tensor& x) { return call.result(x); });
       }
     }
   }
@@ -202,7 +181,7 @@ class NativeKernel final : public c10::OperatorKernel {
       value = std::move(sizes);
     }
   }
-  // Whether the calling thread captures, or its launches on the current device are captured.
+  // Returns true if the calling thread captures, or its launches on the current device are captured.
   static bool here_is_captured() { return detail::in_capture() || capturing(current_device()); }
   // The stream for an operator whose first argument is a tensor, on the device or on the host.
   static Stream stream_of(const c10::IValue& first) {
@@ -250,16 +229,16 @@ const std::unordered_set<std::string> kNamespaces = {
 
 } // namespace
 
-c10::RegistrationHandleRAII register_native_kernel(const c10::OperatorHandle& op, DispatchKey cpu, DispatchKey device) {
+c10::RegistrationHandleRAII register_boxed_kernel(const c10::OperatorHandle& op, DispatchKey cpu, DispatchKey device) {
   return c10::Dispatcher::singleton().registerImpl(op.operator_name(), device,
-      c10::KernelFunction::makeFromBoxedFunctor<NativeKernel>(std::make_unique<NativeKernel>(op, cpu)), std::nullopt,
-      nullptr, "csrc/aten/boxed.cpp, sharing the CPU's kernel");
+      c10::KernelFunction::makeFromBoxedFunctor<BoxedCpuKernel>(std::make_unique<BoxedCpuKernel>(op, cpu)),
+      std::nullopt, nullptr, "csrc/aten/boxed.cpp, sharing the CPU's kernel");
 }
 
-const c10::BoxedKernel& native_kernel() {
+const c10::BoxedKernel& boxed_kernel() {
   struct Any final : c10::OperatorKernel {
     void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
-      static thread_local std::unordered_map<const c10::FunctionSchema*, NativeKernel> known;
+      static thread_local std::unordered_map<const c10::FunctionSchema*, BoxedCpuKernel> known;
       known.try_emplace(&op.schema(), op, DispatchKey::CPU).first->second(op, keys, stack);
     }
   };
@@ -267,7 +246,7 @@ const c10::BoxedKernel& native_kernel() {
   return kernel;
 }
 
-int64_t register_native_kernels() {
+int64_t register_boxed_kernels() {
   // Leaked: removing a registration while the process exits would race with the dispatcher's own teardown.
   static auto* registered = new std::vector<c10::RegistrationHandleRAII>;
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -284,30 +263,11 @@ int64_t register_native_kernels() {
       if (cpu == DispatchKey::CPU && op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) &&
           !op->hasKernelForDispatchKey(DispatchKey::Autograd))
         continue;
-      registered->push_back(register_native_kernel(*op, cpu, device));
+      registered->push_back(register_boxed_kernel(*op, cpu, device));
       record_kernel(name, device, KernelKind::kBoxed);
     }
   }
   return static_cast<int64_t>(registered->size());
-}
-
-void capture_unary(Stream stream, const char* name, at::TensorIteratorBase& iter,
-    std::function<void(at::TensorIteratorBase&)> kernel) {
-  std::vector<MemoryUse> uses;
-  const auto over_memory = [&](const at::Tensor& x, bool written) {
-    auto host = at::for_blob(written ? x.mutable_data_ptr() : const_cast<void*>(x.const_data_ptr()), x.sizes())
-                    .strides(x.strides())
-                    .options(x.options().device(at::kCPU))
-                    .target_device(at::kCPU)
-                    .make_tensor();
-    uses.push_back({host.const_data_ptr(), host.storage().nbytes(), written});
-    return host;
-  };
-  auto out = over_memory(iter.tensor(0), true);
-  auto on_memory = at::TensorIterator::unary_op(out, over_memory(iter.tensor(1), false));
-  detail::capture(stream, Site(name),
-      detail::Task([iter = std::move(on_memory), kernel = std::move(kernel)]() mutable { kernel(iter); }),
-      std::move(uses));
 }
 
 } // namespace openreg

@@ -12,8 +12,7 @@
 #include <memory>
 
 #include "aten/cpu_call.h"
-#include "aten/deferred/captured.h"
-#include "aten/deferred/queued.h"
+#include "aten/deferred/deferred.h"
 #include "backend/host_allocator.h"
 #include "backend/identity/identity.h"
 #include "backend/sync_debug.h"
@@ -113,7 +112,7 @@ std::shared_ptr<const at::Tensor> stage(const at::Tensor& from, const at::Tensor
   return staged;
 }
 
-// See Note [Captured operators]. Only memory of devices and pinned memory has an address that a replay can use.
+// See Note [Deferred operators]. Only memory of devices and pinned memory has an address that a replay can use.
 void capture_copy(const at::Tensor& self, const at::Tensor& destination, bool non_blocking, Stream stream) {
   for (const at::Tensor& x : {self, destination}) {
     if (on_device(x)) continue;
@@ -146,7 +145,7 @@ void capture_copy(const at::Tensor& self, const at::Tensor& destination, bool no
   const at::Tensor &from = call.alias(self), &to = call.alias(destination, /*write=*/true);
   keep_host_memory();
   torch::jit::Stack stack{to, from, false};
-  capture_call({op, c10::DispatchKey::CPU, call, stream, false, /*copies=*/true}, &stack);
+  capture_operator({op, c10::DispatchKey::CPU, call, stream, false, /*copies=*/true}, &stack);
 }
 
 // Makes `stream` wait for `other`; one of them joins the other's capture.

@@ -14,7 +14,7 @@
 #include <memory>
 #include <unordered_map>
 
-#include "aten/deferred/queued.h"
+#include "aten/deferred/deferred.h"
 #include "aten/traits/host_scalars.h"
 #include "aten/traits/traits.h"
 #include "backend/generator.h"

@@ -2,13 +2,17 @@
 // openreg_ops bench` measures the gain).
 #include "aten/direct.h"
 
-#include "aten/boxed.h"
+#include "aten/deferred/plan.h"
 #include "aten/kernel_kind.h"
 #include "aten/traits/missing_checks.h"
 #include "backend/identity/identity.h"
 #include "backend/sync_debug.h"
 #include "runtime/stream/launch.h"
 
+#include <ATen/CPUFunctions.h>
+#include <ATen/MetaFunctions.h>
+#include <ATen/NativeFunctions.h>
+#include <ATen/Operators.h>
 #include <ATen/native/Activation.h>
 #include <ATen/native/BinaryOps.h>
 #include <ATen/native/Copy.h>
@@ -17,200 +21,6 @@
 #include <ATen/native/TensorCompare.h>
 #include <ATen/native/UnaryOps.h>
 #include <ATen/native/layer_norm.h>
-#include <ATen/ops/_log_softmax_backward_data_meta_dispatch.h>
-#include <ATen/ops/_log_softmax_backward_data_ops.h>
-#include <ATen/ops/_log_softmax_meta_dispatch.h>
-#include <ATen/ops/_log_softmax_ops.h>
-#include <ATen/ops/_softmax_backward_data_meta_dispatch.h>
-#include <ATen/ops/_softmax_backward_data_ops.h>
-#include <ATen/ops/_softmax_meta_dispatch.h>
-#include <ATen/ops/_softmax_ops.h>
-#include <ATen/ops/add_cpu_dispatch.h>
-#include <ATen/ops/add_meta.h>
-#include <ATen/ops/add_meta_dispatch.h>
-#include <ATen/ops/add_ops.h>
-#include <ATen/ops/addcdiv_cpu_dispatch.h>
-#include <ATen/ops/addcdiv_meta.h>
-#include <ATen/ops/addcdiv_meta_dispatch.h>
-#include <ATen/ops/addcdiv_ops.h>
-#include <ATen/ops/addcmul_cpu_dispatch.h>
-#include <ATen/ops/addcmul_meta.h>
-#include <ATen/ops/addcmul_meta_dispatch.h>
-#include <ATen/ops/addcmul_ops.h>
-#include <ATen/ops/addmm_cpu_dispatch.h>
-#include <ATen/ops/addmm_meta_dispatch.h>
-#include <ATen/ops/addmm_native.h>
-#include <ATen/ops/addmm_ops.h>
-#include <ATen/ops/argmax_cpu_dispatch.h>
-#include <ATen/ops/argmax_meta_dispatch.h>
-#include <ATen/ops/argmax_ops.h>
-#include <ATen/ops/baddbmm_cpu_dispatch.h>
-#include <ATen/ops/baddbmm_meta_dispatch.h>
-#include <ATen/ops/baddbmm_ops.h>
-#include <ATen/ops/bmm_cpu_dispatch.h>
-#include <ATen/ops/bmm_meta_dispatch.h>
-#include <ATen/ops/bmm_ops.h>
-#include <ATen/ops/cat_cpu_dispatch.h>
-#include <ATen/ops/cat_meta_dispatch.h>
-#include <ATen/ops/cat_ops.h>
-#include <ATen/ops/clamp_cpu_dispatch.h>
-#include <ATen/ops/clamp_meta_dispatch.h>
-#include <ATen/ops/clamp_min_cpu_dispatch.h>
-#include <ATen/ops/clamp_min_meta.h>
-#include <ATen/ops/clamp_min_meta_dispatch.h>
-#include <ATen/ops/clamp_min_ops.h>
-#include <ATen/ops/clamp_ops.h>
-#include <ATen/ops/cos_cpu_dispatch.h>
-#include <ATen/ops/cos_meta.h>
-#include <ATen/ops/cos_meta_dispatch.h>
-#include <ATen/ops/cos_ops.h>
-#include <ATen/ops/cumsum_cpu_dispatch.h>
-#include <ATen/ops/cumsum_meta_dispatch.h>
-#include <ATen/ops/cumsum_ops.h>
-#include <ATen/ops/div_cpu_dispatch.h>
-#include <ATen/ops/div_meta.h>
-#include <ATen/ops/div_meta_dispatch.h>
-#include <ATen/ops/div_ops.h>
-#include <ATen/ops/embedding_dense_backward_cpu_dispatch.h>
-#include <ATen/ops/embedding_dense_backward_ops.h>
-#include <ATen/ops/eq_cpu_dispatch.h>
-#include <ATen/ops/eq_meta.h>
-#include <ATen/ops/eq_meta_dispatch.h>
-#include <ATen/ops/eq_ops.h>
-#include <ATen/ops/exp_cpu_dispatch.h>
-#include <ATen/ops/exp_meta.h>
-#include <ATen/ops/exp_meta_dispatch.h>
-#include <ATen/ops/exp_ops.h>
-#include <ATen/ops/fill_cpu_dispatch.h>
-#include <ATen/ops/fill_ops.h>
-#include <ATen/ops/ge_cpu_dispatch.h>
-#include <ATen/ops/ge_meta.h>
-#include <ATen/ops/ge_meta_dispatch.h>
-#include <ATen/ops/ge_ops.h>
-#include <ATen/ops/gelu_backward_cpu_dispatch.h>
-#include <ATen/ops/gelu_backward_meta_dispatch.h>
-#include <ATen/ops/gelu_backward_ops.h>
-#include <ATen/ops/gelu_cpu_dispatch.h>
-#include <ATen/ops/gelu_meta_dispatch.h>
-#include <ATen/ops/gelu_ops.h>
-#include <ATen/ops/gt_cpu_dispatch.h>
-#include <ATen/ops/gt_meta.h>
-#include <ATen/ops/gt_meta_dispatch.h>
-#include <ATen/ops/gt_ops.h>
-#include <ATen/ops/index_select_cpu_dispatch.h>
-#include <ATen/ops/index_select_ops.h>
-#include <ATen/ops/le_cpu_dispatch.h>
-#include <ATen/ops/le_meta.h>
-#include <ATen/ops/le_meta_dispatch.h>
-#include <ATen/ops/le_ops.h>
-#include <ATen/ops/lerp_cpu_dispatch.h>
-#include <ATen/ops/lerp_meta_dispatch.h>
-#include <ATen/ops/lerp_ops.h>
-#include <ATen/ops/log_cpu_dispatch.h>
-#include <ATen/ops/log_meta.h>
-#include <ATen/ops/log_meta_dispatch.h>
-#include <ATen/ops/log_ops.h>
-#include <ATen/ops/lt_cpu_dispatch.h>
-#include <ATen/ops/lt_meta.h>
-#include <ATen/ops/lt_meta_dispatch.h>
-#include <ATen/ops/lt_ops.h>
-#include <ATen/ops/maximum_cpu_dispatch.h>
-#include <ATen/ops/maximum_meta.h>
-#include <ATen/ops/maximum_meta_dispatch.h>
-#include <ATen/ops/maximum_ops.h>
-#include <ATen/ops/mean_cpu_dispatch.h>
-#include <ATen/ops/mean_meta_dispatch.h>
-#include <ATen/ops/mean_ops.h>
-#include <ATen/ops/minimum_cpu_dispatch.h>
-#include <ATen/ops/minimum_meta.h>
-#include <ATen/ops/minimum_meta_dispatch.h>
-#include <ATen/ops/minimum_ops.h>
-#include <ATen/ops/mm_cpu_dispatch.h>
-#include <ATen/ops/mm_meta_dispatch.h>
-#include <ATen/ops/mm_native.h>
-#include <ATen/ops/mm_ops.h>
-#include <ATen/ops/mul_cpu_dispatch.h>
-#include <ATen/ops/mul_meta.h>
-#include <ATen/ops/mul_meta_dispatch.h>
-#include <ATen/ops/mul_ops.h>
-#include <ATen/ops/native_layer_norm_backward_cpu_dispatch.h>
-#include <ATen/ops/native_layer_norm_backward_ops.h>
-#include <ATen/ops/native_layer_norm_cpu_dispatch.h>
-#include <ATen/ops/native_layer_norm_ops.h>
-#include <ATen/ops/ne_cpu_dispatch.h>
-#include <ATen/ops/ne_meta.h>
-#include <ATen/ops/ne_meta_dispatch.h>
-#include <ATen/ops/ne_ops.h>
-#include <ATen/ops/neg_cpu_dispatch.h>
-#include <ATen/ops/neg_meta.h>
-#include <ATen/ops/neg_meta_dispatch.h>
-#include <ATen/ops/neg_ops.h>
-#include <ATen/ops/nll_loss_backward_cpu_dispatch.h>
-#include <ATen/ops/nll_loss_backward_meta_dispatch.h>
-#include <ATen/ops/nll_loss_backward_ops.h>
-#include <ATen/ops/nll_loss_forward_cpu_dispatch.h>
-#include <ATen/ops/nll_loss_forward_meta_dispatch.h>
-#include <ATen/ops/nll_loss_forward_ops.h>
-#include <ATen/ops/pow_cpu_dispatch.h>
-#include <ATen/ops/pow_meta_dispatch.h>
-#include <ATen/ops/pow_ops.h>
-#include <ATen/ops/reciprocal_cpu_dispatch.h>
-#include <ATen/ops/reciprocal_meta.h>
-#include <ATen/ops/reciprocal_meta_dispatch.h>
-#include <ATen/ops/reciprocal_ops.h>
-#include <ATen/ops/relu_cpu_dispatch.h>
-#include <ATen/ops/relu_ops.h>
-#include <ATen/ops/rsqrt_cpu_dispatch.h>
-#include <ATen/ops/rsqrt_meta.h>
-#include <ATen/ops/rsqrt_meta_dispatch.h>
-#include <ATen/ops/rsqrt_ops.h>
-#include <ATen/ops/sigmoid_backward_cpu_dispatch.h>
-#include <ATen/ops/sigmoid_backward_meta.h>
-#include <ATen/ops/sigmoid_backward_meta_dispatch.h>
-#include <ATen/ops/sigmoid_backward_ops.h>
-#include <ATen/ops/sigmoid_cpu_dispatch.h>
-#include <ATen/ops/sigmoid_meta.h>
-#include <ATen/ops/sigmoid_meta_dispatch.h>
-#include <ATen/ops/sigmoid_ops.h>
-#include <ATen/ops/silu_backward_cpu_dispatch.h>
-#include <ATen/ops/silu_backward_meta.h>
-#include <ATen/ops/silu_backward_meta_dispatch.h>
-#include <ATen/ops/silu_backward_ops.h>
-#include <ATen/ops/silu_cpu_dispatch.h>
-#include <ATen/ops/silu_meta.h>
-#include <ATen/ops/silu_meta_dispatch.h>
-#include <ATen/ops/silu_ops.h>
-#include <ATen/ops/sin_cpu_dispatch.h>
-#include <ATen/ops/sin_meta.h>
-#include <ATen/ops/sin_meta_dispatch.h>
-#include <ATen/ops/sin_ops.h>
-#include <ATen/ops/sqrt_cpu_dispatch.h>
-#include <ATen/ops/sqrt_meta.h>
-#include <ATen/ops/sqrt_meta_dispatch.h>
-#include <ATen/ops/sqrt_ops.h>
-#include <ATen/ops/sub_cpu_dispatch.h>
-#include <ATen/ops/sub_meta.h>
-#include <ATen/ops/sub_meta_dispatch.h>
-#include <ATen/ops/sub_ops.h>
-#include <ATen/ops/sum_cpu_dispatch.h>
-#include <ATen/ops/sum_meta_dispatch.h>
-#include <ATen/ops/sum_ops.h>
-#include <ATen/ops/tanh_backward_cpu_dispatch.h>
-#include <ATen/ops/tanh_backward_meta.h>
-#include <ATen/ops/tanh_backward_meta_dispatch.h>
-#include <ATen/ops/tanh_backward_ops.h>
-#include <ATen/ops/tanh_cpu_dispatch.h>
-#include <ATen/ops/tanh_meta.h>
-#include <ATen/ops/tanh_meta_dispatch.h>
-#include <ATen/ops/tanh_ops.h>
-#include <ATen/ops/threshold_backward_cpu_dispatch.h>
-#include <ATen/ops/threshold_backward_meta.h>
-#include <ATen/ops/threshold_backward_meta_dispatch.h>
-#include <ATen/ops/threshold_backward_ops.h>
-#include <ATen/ops/where_cpu_dispatch.h>
-#include <ATen/ops/where_ops.h>
-#include <ATen/ops/zero_cpu_dispatch.h>
-#include <ATen/ops/zero_ops.h>
 #include <torch/library.h>
 
 namespace openreg {
@@ -265,7 +75,7 @@ at::Tensor embedding_dense_backward(const at::Tensor& grad, const at::Tensor& in
   if (scale_grad_by_freq)
     return detail::call_boxed<at::_ops::embedding_dense_backward>(
         grad, indices, std::move(num_weights), std::move(padding_idx), true);
-  return native<at::_ops::embedding_dense_backward, at::cpu::embedding_dense_backward_symint>(
+  return on_aliases<at::_ops::embedding_dense_backward, at::cpu::embedding_dense_backward_symint>(
       grad, indices, std::move(num_weights), std::move(padding_idx), false);
 }
 
@@ -275,14 +85,14 @@ at::Tensor nll_loss_backward(const at::Tensor& grad_output, const at::Tensor& se
   if (reduction == at::Reduction::None)
     return detail::call_boxed<at::_ops::nll_loss_backward>(
         grad_output, self, target, weight, reduction, std::move(ignore_index), total_weight);
-  return native<at::_ops::nll_loss_backward, at::cpu::nll_loss_backward_symint>(
+  return on_aliases<at::_ops::nll_loss_backward, at::cpu::nll_loss_backward_symint>(
       grad_output, self, target, weight, reduction, std::move(ignore_index), total_weight);
 }
 
 // The boxed kernel reports waits: see Note [Traits].
 at::Tensor where_self(const at::Tensor& condition, const at::Tensor& self, const at::Tensor& other) {
   if (C10_UNLIKELY(watches_syncs())) return detail::call_boxed<at::_ops::where_self>(condition, self, other);
-  return native<at::_ops::where_self, at::cpu::where>(condition, self, other);
+  return on_aliases<at::_ops::where_self, at::cpu::where>(condition, self, other);
 }
 
 // Whether BLAS reads a matrix as it is. The CPU's kernel copies any other.
@@ -329,7 +139,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_layer_norm(const at::Tenso
   const auto accepts_optional = [&](const std::optional<at::Tensor>& t) { return !t || !t->defined() || accepts(*t); };
   if (detail::redirected() || !detail::is_floating(impl) || !accepts(input) || input.numel() == 0 ||
       !accepts_optional(weight) || !accepts_optional(bias)) [[unlikely]]
-    return native<at::_ops::native_layer_norm, at::cpu::native_layer_norm_symint>(
+    return on_aliases<at::_ops::native_layer_norm, at::cpu::native_layer_norm_symint>(
         input, normalized_shape, weight, bias, eps);
   const at::Tensor none, &gamma = weight ? *weight : none, &beta = bias ? *bias : none;
   const auto shape = C10_AS_INTARRAYREF_SLOW(normalized_shape);
@@ -361,11 +171,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_layer_norm_backward(const 
 
 // Run-time function pointers instead of TORCH_FN, and no inlining: half the compile time.
 // clang-format off: easier to read as a table
-#define UNBOXED(schema, op, name) m.impl(schema, (native<at::_ops::op, at::cpu::name>))
-// A structured operator, with its Meta kernel: see Note [Queued operators].
+#define UNBOXED(schema, op, name) m.impl(schema, (on_aliases<at::_ops::op, at::cpu::name>))
+// A structured operator, with its Meta kernel: see Note [Deferred operators].
 #define META(name) set_meta<at::_ops::name>("aten::" #name, at::meta::name)
 #define STRUCTURED(schema, op, name) UNBOXED(schema, op, name); set_meta<at::_ops::op>("aten::" schema, at::meta::name)
-#define DIRECT_AS(text, op, name, ...) m.impl(text, (direct<at::_ops::op, __VA_ARGS__, at::cpu::name>)); set_meta<at::_ops::op>("aten::" text, at::meta::name)
+#define DIRECT_AS(text, op, name, ...) m.impl(text, (on_tensors<at::_ops::op, __VA_ARGS__, at::cpu::name>)); set_meta<at::_ops::op>("aten::" text, at::meta::name)
 #define DIRECT(text, op, name, structured, ...) DIRECT_AS(text, op, name, at::meta::structured, __VA_ARGS__)
 #define OF_STUB(name) DIRECT(#name, name, name, structured_##name, Stub<at::native::name##_stub>)
 #define UNARY(name) OF_STUB(name); DIRECT(#name "_", name##_, name##_, structured_##name, Stub<at::native::name##_stub>); STRUCTURED(#name ".out", name##_out, name##_outf)
@@ -378,7 +188,7 @@ OPENREG_LIBRARY_IMPL(aten, dense, library) {
   UNARY(neg); UNARY(exp); UNARY(log); UNARY(sqrt); UNARY(rsqrt); UNARY(reciprocal); UNARY(sin); UNARY(cos);
   UNARY(tanh); UNARY(sigmoid);
   COMPARE(eq); COMPARE(ne); COMPARE(lt); COMPARE(le); COMPARE(gt); COMPARE(ge);
-  m.impl("relu", (direct<at::_ops::relu, Relu, Relu, relu>)); m.impl("relu_", (direct<at::_ops::relu_, Relu, Relu, relu_>)); DIRECT("threshold_backward", threshold_backward, threshold_backward, structured_threshold_backward, ThresholdBackward);
+  m.impl("relu", (on_tensors<at::_ops::relu, Relu, Relu, relu>)); m.impl("relu_", (on_tensors<at::_ops::relu_, Relu, Relu, relu_>)); DIRECT("threshold_backward", threshold_backward, threshold_backward, structured_threshold_backward, ThresholdBackward);
   STRUCTURED("gelu", gelu, gelu); STRUCTURED("gelu_backward", gelu_backward, gelu_backward);
   OF_STUB(silu); OF_STUB(silu_backward);
   OF_STUB(sigmoid_backward); OF_STUB(tanh_backward);
@@ -388,14 +198,14 @@ OPENREG_LIBRARY_IMPL(aten, dense, library) {
   m.impl("where.self", where_self); STRUCTURED("lerp_.Scalar", lerp__Scalar, lerp_);
   DIRECT("addcmul_", addcmul_, addcmul_, structured_addcmul, StubOfNumber<at::native::addcmul_stub>); DIRECT("addcdiv_", addcdiv_, addcdiv_, structured_addcdiv, StubOfNumber<at::native::addcdiv_stub>);
   UNBOXED("fill_.Scalar", fill__Scalar, fill_); UNBOXED("zero_", zero_, zero_);
-  m.impl("sum.dim_IntList", (native<at::_ops::sum_dim_IntList, sum>)); set_meta<at::_ops::sum_dim_IntList>("aten::sum.dim_IntList", at::meta::sum); STRUCTURED("mean.dim", mean_dim, mean); STRUCTURED("argmax", argmax, argmax);
+  m.impl("sum.dim_IntList", (on_aliases<at::_ops::sum_dim_IntList, sum>)); set_meta<at::_ops::sum_dim_IntList>("aten::sum.dim_IntList", at::meta::sum); STRUCTURED("mean.dim", mean_dim, mean); STRUCTURED("argmax", argmax, argmax);
   STRUCTURED("cumsum", cumsum, cumsum);
   DIRECT_AS("mm", mm, mm, at::native::structured_mm_out_cpu, Product); STRUCTURED("mm.out", mm_out, mm_outf); DIRECT_AS("addmm", addmm, addmm, at::native::structured_addmm_out_cpu, SumAndProduct); STRUCTURED("addmm.out", addmm_out, addmm_outf);
   STRUCTURED("bmm", bmm, bmm); STRUCTURED("baddbmm", baddbmm, baddbmm);
   // The kernels of softmax are in overrides/softmax.cpp.
   META(_softmax); META(_log_softmax); META(_softmax_backward_data); META(_log_softmax_backward_data);
   STRUCTURED("nll_loss_forward", nll_loss_forward, nll_loss_forward_symint); m.impl("nll_loss_backward", nll_loss_backward); set_meta<at::_ops::nll_loss_backward>("aten::nll_loss_backward", at::meta::nll_loss_backward_symint);
-  m.impl("native_layer_norm", native_layer_norm); m.impl("native_layer_norm_backward", (native<at::_ops::native_layer_norm_backward, native_layer_norm_backward>));
+  m.impl("native_layer_norm", native_layer_norm); m.impl("native_layer_norm_backward", (on_aliases<at::_ops::native_layer_norm_backward, native_layer_norm_backward>));
   UNBOXED("index_select", index_select, index_select); m.impl("embedding_dense_backward", embedding_dense_backward);
   STRUCTURED("cat", cat, cat);
 }

@@ -11,7 +11,7 @@
 
 #include <mutex>
 
-#include "aten/deferred/captured.h"
+#include "aten/deferred/deferred.h"
 #include "backend/allocator.h"
 #include "backend/identity/identity.h"
 #include "backend/new_tensor.h"

@@ -15,7 +15,7 @@
 #include <optional>
 
 #include "aten/boxed.h"
-#include "aten/deferred/captured.h"
+#include "aten/deferred/deferred.h"
 #include "backend/generator.h"
 #include "backend/identity/identity.h"
 #include "backend/map_tensors.h"
@@ -337,7 +337,7 @@ void route_operator(const std::string& name, const std::string& overload, const 
   if (route == "share") {
     TORCH_CHECK_VALUE(op.hasKernelForDispatchKey(DispatchKey::CPU), "openreg_ops.fallback.share: ", full,
         " has no CPU kernel to share");
-    routes.emplace(full, register_native_kernel(op, DispatchKey::CPU, identity.dense));
+    routes.emplace(full, register_boxed_kernel(op, DispatchKey::CPU, identity.dense));
   } else {
     routes.emplace(full,
         c10::Dispatcher::singleton().registerImpl(op.operator_name(), identity.dense,

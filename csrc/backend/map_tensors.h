@@ -9,28 +9,40 @@
 
 namespace openreg {
 
+// Returns true for a tensor, a list of tensors or a list of optional tensors.
+inline bool holds_tensors(const c10::IValue& value) {
+  return value.isTensor() || value.isTensorList() || value.isOptionalTensorList();
+}
+
 // Calls `f` with every tensor in a value, including those in lists and undefined ones.
 template <class F>
 void visit_tensors(const c10::IValue& value, const F& f) {
-  if (value.isTensor()) f(value.toTensor());
-  else if (value.isTensorList())
-    for (const at::Tensor& x : value.toTensorVector()) f(x);
-  else if (value.isOptionalTensorList())
-    for (const std::optional<at::Tensor>& x : value.toOptionalTensorVector()) f(x.value_or(at::Tensor()));
+  if (value.isTensor()) {
+    f(value.toTensor());
+  } else if (value.isTensorList() || value.isOptionalTensorList()) {
+    for (const c10::IValue& x : value.toListRef())
+      if (x.isTensor()) f(x.toTensor());
+      else f(at::Tensor());
+  }
 }
 
-// A value with every tensor in it, including those in lists, replaced by the result of `f`.
+// Returns a value with every tensor in it, including those in lists, replaced by the result of `f`.
 template <class F>
 c10::IValue map_tensors(const c10::IValue& value, const F& f) {
   if (value.isTensor()) return f(value.toTensor());
   if (value.isTensorList()) {
+    const auto from = value.toListRef();
     c10::List<at::Tensor> list;
-    for (const at::Tensor& x : value.toTensorVector()) list.push_back(f(x));
+    list.reserve(from.size());
+    for (const c10::IValue& x : from) list.push_back(f(x.toTensor()));
     return list;
   }
   if (value.isOptionalTensorList()) {
+    const auto from = value.toListRef();
     c10::List<std::optional<at::Tensor>> list;
-    for (const auto& x : value.toOptionalTensorVector()) list.push_back(x ? std::optional(f(*x)) : std::nullopt);
+    list.reserve(from.size());
+    for (const c10::IValue& x : from)
+      list.push_back(x.isTensor() ? std::optional<at::Tensor>(f(x.toTensor())) : std::nullopt);
     return list;
   }
   return value;

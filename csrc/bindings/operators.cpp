@@ -100,7 +100,7 @@ void ops::add_check(const char* op, Check check) {
 }
 
 void bind_operators(py::module_& m) {
-  m.def("register_native_kernels", &register_native_kernels);
+  m.def("register_boxed_kernels", &register_boxed_kernels);
   m.def("kernel_kind", &kernel_kind);
   m.def("set_python_meta_kernels", &set_python_meta_kernels);
   m.def("set_host_scalars", &set_host_scalars);

@@ -1,53 +1,7 @@
 #include "aten/deferred/structured.h"
 
+#include <ATen/NativeFunctions.h>
 #include <ATen/TensorIterator.h>
-#include <ATen/ops/_log_softmax_backward_data_native.h>
-#include <ATen/ops/_log_softmax_native.h>
-#include <ATen/ops/_softmax_backward_data_native.h>
-#include <ATen/ops/_softmax_native.h>
-#include <ATen/ops/add_native.h>
-#include <ATen/ops/addcdiv_native.h>
-#include <ATen/ops/addcmul_native.h>
-#include <ATen/ops/addmm_native.h>
-#include <ATen/ops/argmax_native.h>
-#include <ATen/ops/bmm_native.h>
-#include <ATen/ops/clamp_min_native.h>
-#include <ATen/ops/clamp_native.h>
-#include <ATen/ops/cos_native.h>
-#include <ATen/ops/div_native.h>
-#include <ATen/ops/eq_native.h>
-#include <ATen/ops/exp_native.h>
-#include <ATen/ops/ge_native.h>
-#include <ATen/ops/gelu_backward_native.h>
-#include <ATen/ops/gelu_native.h>
-#include <ATen/ops/gt_native.h>
-#include <ATen/ops/le_native.h>
-#include <ATen/ops/lerp_native.h>
-#include <ATen/ops/log_native.h>
-#include <ATen/ops/lt_native.h>
-#include <ATen/ops/maximum_native.h>
-#include <ATen/ops/mean_native.h>
-#include <ATen/ops/minimum_native.h>
-#include <ATen/ops/mm_native.h>
-#include <ATen/ops/mul_native.h>
-#include <ATen/ops/ne_native.h>
-#include <ATen/ops/neg_native.h>
-#include <ATen/ops/nll_loss_backward_native.h>
-#include <ATen/ops/nll_loss_forward_native.h>
-#include <ATen/ops/pow_native.h>
-#include <ATen/ops/reciprocal_native.h>
-#include <ATen/ops/rsqrt_native.h>
-#include <ATen/ops/sigmoid_backward_native.h>
-#include <ATen/ops/sigmoid_native.h>
-#include <ATen/ops/silu_backward_native.h>
-#include <ATen/ops/silu_native.h>
-#include <ATen/ops/sin_native.h>
-#include <ATen/ops/sqrt_native.h>
-#include <ATen/ops/sub_native.h>
-#include <ATen/ops/sum_native.h>
-#include <ATen/ops/tanh_backward_native.h>
-#include <ATen/ops/tanh_native.h>
-#include <ATen/ops/threshold_backward_native.h>
 
 #include <algorithm>
 #include <cstring>
@@ -136,8 +90,8 @@ class Made<S, void (M::*)(A...)> final : public S, public Object {
 
   void run() override { call(outputs_count()); }
 
-  // Whether the object always computes on the call's own tensors. A meta function or an iterator that converts an
-  // argument keeps a copy of its values, which is valid only for a constant. Some kernels for narrow floats remove a
+  // Returns true if the object always computes on the call's own tensors. A meta function or an iterator that converts
+  // an argument keeps a copy of its values, which is valid only for a constant. Some kernels for narrow floats remove a
   // scalar from the iterator.
   bool usable() const override {
     if (!fits_) return false;
@@ -177,7 +131,7 @@ class Made<S, void (M::*)(A...)> final : public S, public Object {
     S::meta(std::get<i>(kept_).get()...);
   }
 
-  // Whether a tensor is, or views, an argument or an output of the call.
+  // Returns true if a tensor is, or views, an argument or an output of the call.
   bool is_own(const at::TensorBase& x) const {
     const auto same = [&](const at::Tensor& each) { return each.defined() && each.is_alias_of(x); };
     const auto kept = [&](const auto& each) {
@@ -260,7 +214,7 @@ std::optional<detail::Task> fill_bytes(const at::Tensor& x, const at::Scalar& va
 
 } // namespace
 
-std::optional<detail::Task> fixed_call(
+std::optional<detail::Task> structured_task(
     const c10::OperatorHandle& op, const Stack& arguments, std::vector<at::Tensor> outputs) {
   const std::string name = toString(op.operator_name());
   if (outputs.empty()) return std::nullopt;

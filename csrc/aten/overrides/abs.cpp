@@ -5,7 +5,7 @@
 #include <ATen/ops/abs_native.h>
 #include <torch/library.h>
 
-#include "aten/boxed.h"
+#include "aten/deferred/deferred.h"
 #include "backend/identity/identity.h"
 
 namespace openreg {

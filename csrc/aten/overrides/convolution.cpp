@@ -5,7 +5,7 @@
 #include <ATen/ops/convolution_backward.h>
 #include <torch/library.h>
 
-#include "aten/boxed.h"
+#include "aten/direct.h"
 #include "backend/identity/identity.h"
 
 namespace openreg {
@@ -17,7 +17,7 @@ at::Tensor convolution_overrideable(const at::Tensor& input, const at::Tensor& w
   if (C10_UNLIKELY(capturing(input.device().index()))) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
     using Kernel = c10::impl::BoxedKernelWrapper<decltype(convolution_overrideable)>;
-    return Kernel::call(native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), input, weight, bias, stride,
+    return Kernel::call(boxed_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), input, weight, bias, stride,
         padding, dilation, transposed, output_padding, groups);
   }
   CpuCall call("aten::convolution");
@@ -57,7 +57,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward_overrideable
   if (C10_UNLIKELY(capturing(input.device().index()))) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
     using Kernel = c10::impl::BoxedKernelWrapper<decltype(at::convolution_backward)>;
-    return Kernel::call(native_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), grad, input, weight,
+    return Kernel::call(boxed_kernel(), op, c10::DispatchKeySet(c10::DispatchKey::CPU), grad, input, weight,
         mask[2] ? at::OptionalIntArrayRef(channels) : std::nullopt, stride, padding, dilation, transposed,
         output_padding, groups, mask);
   }

@@ -2,7 +2,7 @@
 // headers do not declare the stub.
 #include <ATen/native/DispatchStub.h>
 
-#include "aten/boxed.h"
+#include "aten/cpu_call.h"
 
 namespace at::native {
 DECLARE_DISPATCH(at::Tensor (*)(const at::Tensor&, at::IntArrayRef), flatten_indices_stub)

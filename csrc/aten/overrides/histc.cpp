@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "aten/boxed.h"
+#include "aten/direct.h"
 #include "aten/traits/cuda_rules.h"
 #include "aten/traits/wider_dtypes.h"
 #include "backend/identity/identity.h"
@@ -70,13 +70,13 @@ void as_on_cuda(const at::Tensor& self, const at::Scalar& min, const at::Scalar&
 at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
   as_on_cuda(self, min, max);
   return is_integral(self) ? integers(self, bins, min, max)
-                           : native<at::_ops::histc, at::cpu::histc>(self, bins, min, max);
+                           : on_aliases<at::_ops::histc, at::cpu::histc>(self, bins, min, max);
 }
 
 at::Tensor& histc_out(
     const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max, at::Tensor& out) {
   as_on_cuda(self, min, max);
-  if (!is_integral(self)) return native<at::_ops::histc_out, at::cpu::histc_outf>(self, bins, min, max, out);
+  if (!is_integral(self)) return on_aliases<at::_ops::histc_out, at::cpu::histc_outf>(self, bins, min, max, out);
   TORCH_CHECK(out.device() == self.device(), "histc: out is on ", out.device(), " but self is on ", self.device(),
       "; move one with .to()");
   TORCH_CHECK(out.scalar_type() == self.scalar_type(), "histc: expected out of dtype ", self.scalar_type(),

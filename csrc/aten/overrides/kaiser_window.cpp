@@ -2,7 +2,7 @@
 #include <ATen/TensorIterator.h>
 #include <ATen/native/UnaryOps.h>
 
-#include "aten/boxed.h"
+#include "aten/deferred/deferred.h"
 
 namespace openreg {
 namespace {

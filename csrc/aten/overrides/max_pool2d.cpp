@@ -18,8 +18,8 @@
 #include <limits>
 #include <utility>
 
-#include "aten/boxed.h"
 #include "backend/identity/identity.h"
+#include "runtime/stream/stream.h"
 
 namespace openreg {
 namespace {

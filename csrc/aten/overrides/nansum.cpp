@@ -6,7 +6,7 @@
 #include <ATen/ops/where.h>
 #include <torch/library.h>
 
-#include "aten/boxed.h"
+#include "aten/direct.h"
 #include "backend/identity/identity.h"
 
 namespace openreg {
@@ -23,14 +23,14 @@ bool is_complex(const at::Tensor& self, std::optional<at::ScalarType> dtype) {
 
 at::Tensor nansum(
     const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim, std::optional<at::ScalarType> dtype) {
-  if (!is_complex(self, dtype)) return native<at::_ops::nansum, at::cpu::nansum>(self, dim, keepdim, dtype);
+  if (!is_complex(self, dtype)) return on_aliases<at::_ops::nansum, at::cpu::nansum>(self, dim, keepdim, dtype);
   return at::sum(without_nan(self), dim, keepdim, dtype);
 }
 
 at::Tensor& nansum_out(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim,
     std::optional<at::ScalarType> dtype, at::Tensor& out) {
   if (!is_complex(self, dtype))
-    return native<at::_ops::nansum_out, at::cpu::nansum_outf>(self, dim, keepdim, dtype, out);
+    return on_aliases<at::_ops::nansum_out, at::cpu::nansum_outf>(self, dim, keepdim, dtype, out);
   return at::sum_out(out, without_nan(self), dim, keepdim, dtype);
 }
 

@@ -3,7 +3,7 @@
 #include <ATen/ops/narrow_copy_ops.h>
 #include <torch/library.h>
 
-#include "aten/boxed.h"
+#include "aten/direct.h"
 #include "backend/identity/identity.h"
 
 namespace openreg {

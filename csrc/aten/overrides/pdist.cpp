@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "aten/boxed.h"
+#include "aten/direct.h"
 #include "backend/identity/identity.h"
 
 namespace openreg {

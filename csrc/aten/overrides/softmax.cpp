@@ -15,7 +15,6 @@
 #include <ATen/ops/_softmax_ops.h>
 #include <torch/library.h>
 
-#include "aten/boxed.h"
 #include "aten/direct.h"
 #include "aten/traits/wider_dtypes.h"
 #include "backend/identity/identity.h"
@@ -49,7 +48,7 @@ struct SoftmaxBackward : Implementation {
 
 template <class Op, class Structured, typename Op::schema* kernel>
 at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
-  if (C10_LIKELY(!half_to_float)) return direct<Op, Structured, Softmax, kernel>(self, dim, false);
+  if (C10_LIKELY(!half_to_float)) return on_tensors<Op, Structured, Softmax, kernel>(self, dim, false);
   check_half(self, dim);
   return Op::call(self.to(at::kFloat), dim, false);
 }
@@ -59,14 +58,14 @@ at::Tensor softmax_backward(const at::Tensor& grad, const at::Tensor& output, in
   if (C10_UNLIKELY(grad.sizes() != output.sizes())) // which raises: see Note [Unchecked arguments]
     return detail::call_boxed<Op>(grad, output, dim, input_dtype);
   if (C10_LIKELY(!is_wider(grad, input_dtype)))
-    return direct<Op, Structured, SoftmaxBackward, kernel>(grad, output, dim, input_dtype);
+    return on_tensors<Op, Structured, SoftmaxBackward, kernel>(grad, output, dim, input_dtype);
   return Op::call(grad, output, dim, at::kFloat).to(at::kHalf);
 }
 
 // (self, dim, half_to_float, out)
 void softmax_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   auto arguments = torch::jit::last(*stack, 4);
-  if (!arguments[2].toBool()) return native_kernel().callBoxed(op, keys, stack);
+  if (!arguments[2].toBool()) return boxed_kernel().callBoxed(op, keys, stack);
   c10::IValue& self = (*stack)[stack->size() - 4];
   check_half(self.toTensor(), arguments[1].toInt());
   self = self.toTensor().to(at::kFloat);
@@ -79,7 +78,7 @@ template <class Op, class Structured, typename Op::schema* kernel>
 void softmax_backward_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 5);
   if (!is_wider(arguments[0].toTensor(), arguments[3].toScalarType()))
-    return native_kernel().callBoxed(op, keys, stack);
+    return boxed_kernel().callBoxed(op, keys, stack);
   at::Tensor out = arguments[4].toTensor();
   TORCH_CHECK(out.scalar_type() == at::kHalf, op.schema().name(),
       ": expected out of Half, the dtype of the input, but got ", out.scalar_type());

@@ -6,7 +6,7 @@
 #include <ATen/ops/fill_cpu_dispatch.h>
 #include <torch/library.h>
 
-#include "aten/boxed.h"
+#include "aten/direct.h"
 #include "backend/identity/identity.h"
 
 namespace openreg {
@@ -18,7 +18,7 @@ bool goes_across(const at::Tensor& self, const at::Tensor& value) {
 
 at::Tensor& fill_with_tensor(at::Tensor& self, const at::Tensor& value) {
   if (C10_UNLIKELY(goes_across(self, value))) return self.fill_(value.item());
-  return native<at::_ops::fill__Tensor, at::cpu::fill_>(self, value);
+  return on_aliases<at::_ops::fill__Tensor, at::cpu::fill_>(self, value);
 }
 
 at::Tensor& index_put_impl_(at::Tensor& self, const c10::List<std::optional<at::Tensor>>& indices,

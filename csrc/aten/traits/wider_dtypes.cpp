@@ -12,6 +12,7 @@
 
 #include "aten/traits/replaced_arguments.h"
 #include "aten/traits/traits.h"
+#include "backend/identity/identity.h"
 #include "backend/map_tensors.h"
 
 namespace openreg {
