@@ -2,10 +2,11 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 
-#include "runtime/stream/event.h"
 #include "runtime/stream/launch.h"
 #include "runtime/stream/queue.h"
 #include "runtime/stream/turn.h"
@@ -18,14 +19,14 @@ struct EventPoint {
   std::mutex mutex;
   std::condition_variable changed;
   std::atomic<bool> reached{false};
-  Event::Clock::time_point time;
+  std::chrono::steady_clock::time_point time;
 
   bool is_reached() const { return reached.load(std::memory_order_acquire); }
   // Marks the point as reached now, unless it was reached before.
   void reach() {
     std::lock_guard lock(mutex);
     if (is_reached()) return;
-    time = Event::Clock::now();
+    time = std::chrono::steady_clock::now();
     reached.store(true, std::memory_order_release);
     changed.notify_all();
   }
