@@ -28,7 +28,7 @@
 namespace openreg {
 namespace {
 
-// Whether a tensor is exactly the bytes that it spans.
+// Returns true if a tensor is exactly the bytes that it spans.
 bool is_plain(const at::Tensor& x) {
   return x.layout() == at::kStrided && x.is_non_overlapping_and_dense() && !x.is_conj() && !x.is_neg() &&
       !x._is_zerotensor() && !x.is_quantized();
@@ -61,7 +61,7 @@ void* written_memory(const at::Tensor& x) {
   return x.mutable_data_ptr();
 }
 
-// Whether ATen would copy on one thread anyway and there is no overlap to reject. Then copying bytes is faster.
+// Returns true if copying bytes is faster: ATen would copy on one thread anyway, and there is no overlap to reject.
 bool is_small(const at::Tensor& from, const at::Tensor& to) {
   return from.numel() <= at::internal::GRAIN_SIZE && on_device(from) && from.device() == to.device() &&
       from.has_storage() && to.has_storage() && from.storage().data() != to.storage().data();

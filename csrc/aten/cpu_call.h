@@ -30,7 +30,7 @@ namespace openreg {
 // Aliases are pooled for each thread: making one costs about as much as a dispatcher hop.
 class CpuCall {
  public:
-  // Whether tensors on different devices may be combined (copies) or not (everything else).
+  // kSame: all tensors must be on one device. kAny, for copies: they may be on different ones.
   enum Devices { kSame, kAny };
 
   // `name`, for error messages, must outlive the call.
@@ -85,9 +85,9 @@ class CpuCall {
   at::Tensor result(at::Tensor tensor);
   // The tensor that was passed, given a reference to its alias.
   const at::Tensor& original(const at::Tensor& alias) const;
-  // Whether the kernel returned one of its own arguments.
+  // Returns true if the kernel returned one of its own arguments.
   bool passed(const at::Tensor& tensor) const;
-  // Whether a returned tensor shares memory with one.
+  // Returns true if a returned tensor shares memory with an argument.
   bool views_argument(const at::Tensor& tensor) const;
 
  private:

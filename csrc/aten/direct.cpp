@@ -95,7 +95,7 @@ at::Tensor where_self(const at::Tensor& condition, const at::Tensor& self, const
   return on_aliases<at::_ops::where_self, at::cpu::where>(condition, self, other);
 }
 
-// Whether BLAS reads a matrix as it is. The CPU's kernel copies any other.
+// Returns true if BLAS reads a matrix as it is. The CPU's kernel copies any other.
 bool is_matrix(const at::Tensor& t) {
   if (t.dim() != 2 || t.numel() == 0) return false;
   const auto sizes = t.sizes(), strides = t.strides();

@@ -39,7 +39,7 @@ c10::ScalarType checked_dtype(const char* name, std::optional<at::ScalarType> dt
   return type;
 }
 
-// Whether torch.utils.deterministic.fill_uninitialized_memory is on.
+// Returns true if torch.utils.deterministic.fill_uninitialized_memory is on.
 bool fills() {
   return C10_UNLIKELY(
       at::globalContext().deterministicAlgorithms() && at::globalContext().deterministicFillUninitializedMemory());
@@ -141,7 +141,7 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
       std::source_location::current());
 }
 
-// Whether `self.data = from` is possible. Module.to() asks, and keeps its parameters if it is. Torch's own answer
+// Returns true if `self.data = from` is possible. Module.to() asks, and keeps its parameters if it is. Torch's own answer
 // covers only CPU, CUDA and similar devices; sparse tensors follow that answer whatever this one says.
 bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
   constexpr c10::DispatchKeySet dense(c10::DispatchKey::Dense);

@@ -12,7 +12,7 @@ inline const at::Tensor& unbatched(const at::Tensor& t) {
   return batched ? unbatched(batched->value()) : t;
 }
 
-// Whether autograd records operations on `t`. For a tensor of a gradient transform the answer is yes, because an outer
+// Returns true if autograd records operations on `t`. For a tensor of a gradient transform it does, because an outer
 // transform may record them. A tensor of a transform that has ended counts as the tensor that it wraps.
 inline bool is_recorded(const at::Tensor& t) {
   const auto wrapped = [](const at::Tensor& t) { return t.key_set().has(c10::DispatchKey::FuncTorchGradWrapper); };

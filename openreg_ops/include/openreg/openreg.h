@@ -49,7 +49,7 @@ inline Stream new_stream(int device, int priority = 0) {
 inline void set_stream(Stream stream) {
   impl::check(impl::interface().set_stream(impl::to_c(stream)));
 }
-// Whether all work launched on it has run.
+// Returns true if all work launched on it has run.
 inline bool query(Stream stream) {
   std::int32_t idle;
   impl::check(impl::interface().query_stream(impl::to_c(stream), &idle));
