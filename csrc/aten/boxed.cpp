@@ -67,7 +67,7 @@ class BoxedCpuKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
     if (takes_sizes_) plain_sizes(stack);
-    if (C10_UNLIKELY(traits_.cpu_scalar != nullptr)) check_cpu_scalar(traits_, op, *stack);
+    if (C10_UNLIKELY(traits_.only_cpu_scalar != nullptr)) check_cpu_scalar(traits_, op, *stack);
     if (C10_UNLIKELY(!contiguous_.empty())) make_contiguous(contiguous_, op, stack);
     if (C10_UNLIKELY(traits_.synchronizes != nullptr) && watches_syncs())
       if (const auto* arguments = stack->data() + stack->size() - write_.size(); traits_.synchronizes(arguments))
@@ -80,7 +80,7 @@ class BoxedCpuKernel final : public c10::OperatorKernel {
       if (run_wider(traits_, op, stack, dense ? identity.dense : identity.sparse_csr)) return;
     }
     if (C10_UNLIKELY(takes_results_) && target_ == DispatchKey::CPU && call_with_own_memory(op, stack)) return;
-    const bool may_capture = detail::attention.load(std::memory_order_relaxed) & detail::kCaptureBit;
+    const bool may_capture = detail::any_capture();
     if (C10_UNLIKELY(queueing()) && !(may_capture && here_is_captured()) && target_ == DispatchKey::CPU &&
         queue_operator(op, stack))
       return;
@@ -89,7 +89,7 @@ class BoxedCpuKernel final : public c10::OperatorKernel {
     CpuCall call(op.operator_name().name.c_str(), traits_.reads_no_data ? CpuCall::kAny : CpuCall::kSame);
     bool for_host = false; // the caller asks for a CPU result, which then does not belong to the device
     if (traits_.host_tensors != HostTensors::kNone) call.allow_host_tensors();
-    if (traits_.cpu_scalar != nullptr) call.allow_scalars();
+    if (traits_.only_cpu_scalar != nullptr) call.allow_scalars();
     const size_t count = write_.size();
     for (size_t i = 0; i < count && takes_device_; ++i) {
       c10::IValue& value = (*stack)[stack->size() - count + i];

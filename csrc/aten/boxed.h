@@ -12,7 +12,8 @@ namespace openreg {
 c10::RegistrationHandleRAII register_boxed_kernel(
     const c10::OperatorHandle& op, c10::DispatchKey cpu, c10::DispatchKey device);
 
-// The boxed kernel for any operator. It defers the operator if it must: see Note [Deferred operators].
+// The boxed kernel for any operator. It defers the operator in async mode and in a capture: see Note [Deferred
+// operators].
 const c10::BoxedKernel& boxed_kernel();
 
 // Registers the boxed kernel for every operator of the installed torch that has a CPU kernel but no device kernel yet,

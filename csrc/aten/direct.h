@@ -123,8 +123,7 @@ inline bool complex_half(std::uint64_t dtypes) {
 
 // Returns true if the boxed kernel must decide where a call runs.
 inline bool redirected() noexcept {
-  return (detail::attention.load(std::memory_order_relaxed) & (detail::kModeBit | detail::kCaptureBit)) &&
-      (queueing() || (detail::attention.load(std::memory_order_relaxed) & detail::kCaptureBit));
+  return queueing() || detail::any_capture();
 }
 
 // Calls the boxed device kernel of an operator.

@@ -218,8 +218,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     }
   }
   {
-    c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-        DispatchKeySet(DispatchKey::AutocastCPU) | DispatchKeySet(identity.autocast));
+    c10::impl::ExcludeDispatchKeyGuard below(kAboveBackend);
     const bool draws = !generator && op.hasTag(at::Tag::nondeterministic_seeded);
     LendGenerator lend(draws ? inner_generator(default_generator(copies.where().index())) : at::Generator());
     LendDeviceMemory none(-1);

@@ -24,7 +24,7 @@ namespace openreg {
 // A deferred call returns its results before they are computed. Async mode defers calls so that the host runs ahead; a
 // capture defers them to each replay. Both take the same steps:
 //  1. Collect the tensor arguments (arguments.h).
-//  2. Find the geometry of the results without computing them, and raise the errors of the call.
+//  2. Find the geometry of the results without the arguments' values, and raise the errors of the call.
 //  3. Allocate the results: on their device, or in the graph's pool.
 //  4. Build one task, which calls the operator's CPU kernel on CPU tensors over raw memory: the out= form of a
 //     structured operator, which writes to the results, an in-place form, or, only in a capture, the operator itself,

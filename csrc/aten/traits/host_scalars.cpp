@@ -20,7 +20,7 @@ auto& counts_of_yaml() {
 
 CpuScalars cpu_scalars(std::string_view name) {
   const Traits& row = row_of(name);
-  if (row.cpu_scalar) return *row.cpu_scalar ? CpuScalars::kLast : CpuScalars::kNone;
+  if (row.only_cpu_scalar) return *row.only_cpu_scalar ? CpuScalars::kLast : CpuScalars::kNone;
   if (row.cpu_scalars != CpuScalars::kDerived) return row.cpu_scalars;
   const auto found = counts_of_yaml().find(std::string(name));
   if (found == counts_of_yaml().end()) return CpuScalars::kAny;
@@ -37,7 +37,7 @@ void check_cpu_scalar(const Traits& traits, const c10::OperatorHandle& op, const
   std::optional<c10::Device> device; // of the first tensor
   for (size_t i = 0; i < arguments.size(); ++i)
     visit_tensors(first[i], [&](const at::Tensor& t) {
-      if (!t.defined() || (t.is_cpu() && t.dim() == 0 && arguments[i].name() == traits.cpu_scalar)) return;
+      if (!t.defined() || (t.is_cpu() && t.dim() == 0 && arguments[i].name() == traits.only_cpu_scalar)) return;
       if (!device) device = t.device();
       TORCH_CHECK(t.device() == *device,
           "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ",

@@ -11,10 +11,12 @@
 namespace openreg {
 
 // Note [Traits]
-// The device shares the CPU's kernels, and does what CUDA does. Where an operator's kernel needs more than its
-// arguments replaced, or CUDA treats an operator in its own way, traits.cpp has a row that says so; everything else
+// The device shares the CPU's kernels, and does what CUDA does. Where an operator's kernel needs more than aliases of
+// its arguments, or CUDA treats an operator in its own way, traits.cpp has a row that says so; everything else
 // about an operator is derived from its schema and its tags. The functions that rows point to are in the other files of
-// this folder, as are the mechanisms that only rows ask for. A kernel reads its row once, when it is registered.
+// this folder, as are the mechanisms that only rows ask for. The boxed kernel keeps a copy of its row; other
+// code looks it up. A direct kernel (direct.h) does not read its row in inline and sync mode: it sends the calls that
+// need the row to the boxed kernel.
 
 // A condition on the arguments of a call, the first of which is at this place on the stack.
 using Condition = bool(const c10::IValue* arguments);
@@ -38,7 +40,7 @@ struct Traits {
   bool captures_host_tensors = false; // a capture takes them as constants
   bool reads_no_data = false;         // takes tensors of any device, for their properties
   CpuScalars cpu_scalars = CpuScalars::kDerived;
-  const char* cpu_scalar = nullptr;   // the only argument that may be a CPU scalar; "": none may
+  const char* only_cpu_scalar = nullptr; // the only argument that may be a CPU scalar; "": none may
   const char* wrong_device = nullptr; // CUDA's own error for a tensor on another device
 
   // ---- calls for which CUDA does something special ----

@@ -1,4 +1,4 @@
-// The names by which PyTorch knows the device. No other file has them.
+// The names by which PyTorch knows the device. Other files have them only in the names of PyTorch's own macros.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@ namespace openreg {
 
 // Note [Identity]
 // PyTorch knows a backend by a device type, a backend component, and a dispatch key for each layout and for each layer
-// above the kernels. The identity is chosen once, when the library is loaded, before anything is registered. So
+// above the kernels. choose_identity() decides on them when the library is loaded, before anything is registered. So
 // registrations name a key by its role: OPENREG_LIBRARY_IMPL(aten, dense, m), or (aten, autograd, m).
 struct Identity {
   c10::DeviceType type;

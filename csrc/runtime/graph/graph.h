@@ -103,7 +103,7 @@ inline bool capturing(int device) noexcept {
   return detail::any_capture() && detail::captures(detail::thread_stream(device));
 }
 
-// Called before and after a walk over the nodes, on the thread that runs it. Set once, by the backend.
+// Calls `walk(argument)`, which runs the nodes, with what they need set up around it. Set once, by the backend.
 using AroundReplay = void (*)(void (*walk)(void*), void* argument);
 void set_around_replay(AroundReplay around) noexcept;
 struct MemoryCopy {

@@ -6,8 +6,8 @@
 
 namespace openreg::detail {
 
-// Zero while work may run immediately: the mode is inline and no stream has queued work. Otherwise the number of busy
-// streams, plus one bit for each thing that a launch must handle.
+// The number of streams that have queued work, plus one bit for each thing that a launch must handle. Work may run
+// immediately while this is zero apart from kNoWait.
 extern std::atomic<std::uint32_t> attention;
 
 inline constexpr std::uint32_t kModeBit = 1u << 31;      // the launch mode is not inline

@@ -147,7 +147,8 @@ void submit(Stream stream, detail::QueuedItem item, bool part = false, detail::A
 // `part`: a kernel that leaves a schedule no choice.
 void push_kernel(Stream stream, detail::Task task, const openreg_site& site, bool part) {
   if (detail::held_turn())
-    ++detail::held_turn()->taken; // queued work may use memory that the running work allocated: see Pool::give_back()
+    ++detail::held_turn()
+          ->taken; // queued work may use memory that the running work allocated: see MemoryPool::give_back()
   submit(stream, {.work = detail::profiled(stream, site, std::move(task)), .site = site, .kernels = 1}, part);
 }
 

@@ -22,7 +22,7 @@ namespace detail {
 struct alignas(64) TurnState {
   std::mutex mutex;
   std::atomic<bool> busy{false}; // work has it; for Note [Usage]
-  std::uint64_t taken = 0; // how often its holder has taken it; see also detail::queue()
+  std::uint64_t taken = 0; // increases when it is taken and when its holder queues work: see MemoryPool::give_back()
 };
 TurnState& turn_of(int device, std::int64_t stream) noexcept;
 // The turn that the calling thread has, or null.

@@ -1,5 +1,6 @@
 // What watches streams from above: captures of graphs (graph/) and schedules (explore/). Each registers its functions
-// when the library is loaded. Streams, events and memory call them, and so include nothing that is above them.
+// when the library is loaded. Streams, events and memory call them, and so include nothing that is above them. Code
+// above graph/ and explore/ calls graph.h and schedule.h instead.
 #pragma once
 
 #include <atomic>
@@ -62,9 +63,9 @@ inline void check_host_call(const char* what, Stream stream = {kAnyDevice, -1}) 
 // ---- schedules: see Note [Schedules] ----
 
 // A condition that never becomes false again, and the stream whose work makes it true.
-using Condition = std::function<bool()>;
+using Until = std::function<bool()>;
 struct Awaited {
-  Condition done;
+  Until done;
   Stream stream{}; // an id below 0: all streams of the device, or of all devices for kAnyDevice
   bool elsewhere = false; // another process may make it true
 };
