@@ -63,7 +63,7 @@ std::string type_name(const py::handle object) {
   return out;
 }
 [[noreturn]] void refuse(const std::string& op, size_t index, const py::handle given) {
-  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(("" + op).c_str(), "");
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(("openreg::" + op).c_str(), "");
   const auto& argument = handle.schema().arguments()[index];
   TORCH_CHECK_TYPE(false, op, ": expected ", argument.name(), " of type ", argument.type()->annotation_str(),
       ", but got ", type_name(given));
