@@ -215,22 +215,6 @@ def test_each_thread_has_a_device_and_a_stream_of_its_own(program, uses, mode):
     assert (done.returncode, done.stdout) == (0, "as expected\n" * uses), done.stderr
 
 
-FIRST = """
-import ctypes, openreg_ops
-first = ctypes.CDLL(openreg_ops._C.__file__)._ZN7openreg23pointer_of_first_threadEv
-first.restype = ctypes.c_void_p
-print(first() is not None)
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("variables", [0, 700])
-def test_the_first_thread_is_found(variables):
-    """However many environment variables lie on its stack. A forked process has its parent's stack, so this one is not forked."""
-    done = python("-P", "-c", FIRST, **{f"VARIABLE_{i}": "of the environment" for i in range(variables)})
-    assert done.stdout == "True\n", done.stderr
-
-
 def test_events():
     start, end = torch.openreg.Event(enable_timing=True), torch.openreg.Event(enable_timing=True)
     start.record()

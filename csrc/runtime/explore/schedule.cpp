@@ -481,7 +481,7 @@ void schedule_item(Stream stream, const openreg_site& site, bool kernel, detail:
   if (kernel && controlled()) give_way(*s, nullptr);
 }
 
-const bool watches = [] {
+const bool watches_schedules = [] {
   detail::schedule_watcher = {
       .item = &schedule_item, .wait = &detail::schedule_wait, .query = &detail::schedule_query, .abandon = &abandon};
   // A child created by fork() has no other thread that could continue.

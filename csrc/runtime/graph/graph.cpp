@@ -376,7 +376,7 @@ void join_capture(const CapturedPoint& point, Stream stream) {
                   "run. Record the event after the replay."));
 }
 
-const bool watches = [] {
+const bool watches_captures = [] {
   detail::capture_watcher = {
       .captures = &is_captured,
       .captures_any = &detail::in_capture,

@@ -83,7 +83,7 @@ void protect_used(int rights) noexcept {
 }
 
 // A child inherits the access rights unchanged, but only one of the threads.
-const bool fork_noticed = [] {
+const bool rights_follow_forks = [] {
   if (mode != Isolation::kStrict) return true;
   pthread_atfork([] { isolation_mutex.lock(); }, [] { isolation_mutex.unlock(); },
       [] {

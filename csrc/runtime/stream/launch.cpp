@@ -52,7 +52,7 @@ LaunchCounter::~LaunchCounter() {
 }
 
 // The parent's counters must be whole in a child, which may launch nothing but may count what it launched.
-const bool fork_noticed = [] {
+const bool counters_follow_forks = [] {
   pthread_atfork(
       [] {
         if (launch_count() != 0 || detail::any_queue()) note_use();
