@@ -110,6 +110,8 @@ class Openreg(Backend):
     def is_own(self, op: str) -> bool:
         from openreg_ops.cuda_operators import KERNELS
 
+        if not op.startswith("aten::"):  # an operator of another package
+            return False
         keys = (_identity().dense, _identity().autograd)
         own = any(_extension().kernel_kind(op, key) in ("own", "direct") for key in keys)
         return own and op.removeprefix("aten::") not in KERNELS  # compositions of PyTorch's operators
