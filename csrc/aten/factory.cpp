@@ -141,8 +141,8 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
       std::source_location::current());
 }
 
-// Returns true if `self.data = from` is possible. Module.to() asks, and keeps its parameters if it is. Torch's own answer
-// covers only CPU, CUDA and similar devices; sparse tensors follow that answer whatever this one says.
+// Returns true if `self.data = from` is possible. Module.to() asks, and keeps its parameters if it is. Torch's own
+// answer covers only CPU, CUDA and similar devices; sparse tensors follow that answer whatever this one says.
 bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
   constexpr c10::DispatchKeySet dense(c10::DispatchKey::Dense);
   return self.key_set() == from.key_set() || (self.key_set().has_any(dense) && from.key_set().has_any(dense));

@@ -260,6 +260,23 @@ def test_small_sums(group, mode, dtype):
     group.run(check_small_sums, mode, dtype)
 
 
+def check_small_sum_after_another_call(mode):
+    """The sum adds what the earlier call writes, although nobody has waited for it."""
+    with torch.openreg.launch_mode(mode):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for trial in range(20):
+            x = torch.full((200_000,), float(trial if rank == 0 else -1), device="openreg")
+            work = dist.broadcast(x, 0, async_op=True)
+            dist.all_reduce(x[-100:])
+            work.wait()
+            assert x[-100:].tolist() == [trial * size] * 100 and x[0].item() == trial
+
+
+@MODES
+def test_small_sum_after_another_call(group, mode):
+    group.run(check_small_sum_after_another_call, mode)
+
+
 # ---- mismatched ----
 
 

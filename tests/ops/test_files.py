@@ -5,7 +5,18 @@ from pathlib import Path
 import openreg_ops
 
 ROOT = Path(__file__).parents[2]
-SHARED = {"autograd", "record", "op", "__init__", "files", "conventions", "every_operator", "unbacked", "vmap", "boundaries"}
+SHARED = {
+    "autograd",
+    "record",
+    "op",
+    "__init__",
+    "files",
+    "conventions",
+    "every_operator",
+    "unbacked",
+    "vmap",
+    "boundaries",
+}
 
 
 def names(folder: str, pattern: str, prefix: str = "") -> set[str]:
@@ -26,7 +37,11 @@ def test_every_operator_has_its_three_files():
 
 def test_no_operator_includes_another():
     """An operator includes the headers of csrc/ops and csrc/kernels, which hold what several operators need."""
-    headers = {str(path.relative_to(ROOT / "csrc")) for room in ("ops", "kernels") for path in (ROOT / "csrc" / room).glob("*.h")}
+    headers = {
+        str(path.relative_to(ROOT / "csrc"))
+        for room in ("ops", "kernels")
+        for path in (ROOT / "csrc" / room).glob("*.h")
+    }
     headers |= {"backend/functorch.h", "backend/identity/identity.h", "runtime/graph/graph.h"}
     for path in (ROOT / "csrc/ops").glob("*.cpp"):
         if path.stem in SHARED:

@@ -95,7 +95,11 @@ def test_scan_finds_registrations_with_their_lines(backend):
         "curved": f"{backend}/kernels.py:2",
     }
     assert [r.where for r in drift.scan(backend, "CUDA", OLD)] == [f"{backend}/kernels.cpp:4"]
-    own = (backend / "kernels.cpp").read_text().replace("TORCH_LIBRARY_IMPL(aten, PrivateUse1", "MY_LIBRARY_IMPL(aten, dense")
+    own = (
+        (backend / "kernels.cpp")
+        .read_text()
+        .replace("TORCH_LIBRARY_IMPL(aten, PrivateUse1", "MY_LIBRARY_IMPL(aten, dense")
+    )
     (backend / "kernels.cpp").write_text(own)
     assert {r.operator: r.where for r in drift.scan(backend, "PrivateUse1", OLD, role="dense")} == found
 

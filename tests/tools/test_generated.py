@@ -1247,7 +1247,9 @@ def test_a_device_may_refuse_batch_sizes_that_are_not_one_row():
 def test_the_operators_whose_checks_the_cpu_lacks_are_those_that_the_device_checks():
     source = Path(__file__).parents[2] / "csrc/aten/traits/traits.cpp"
     rows = re.split(r'^ {6}\{"(\w+::\w+)(?:\.\w+)?",', source.read_text(), flags=re.M)[1:]
-    checked = {name for name, row in zip(rows[::2], rows[1::2], strict=True) if re.search(r"\.check_(shapes|values) =", row)}
+    checked = {
+        name for name, row in zip(rows[::2], rows[1::2], strict=True) if re.search(r"\.check_(shapes|values) =", row)
+    }
     # Composite operators pass these arguments on unchanged.
     of_composites = {"aten::ctc_loss", "aten::embedding_bag"}
     assert len(checked) > 50

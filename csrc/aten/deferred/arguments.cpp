@@ -167,7 +167,8 @@ torch::jit::Stack Arguments::view(const c10::IValue* first, size_t count, at::Te
 
 size_t Arguments::bytes() const {
   size_t bytes = 0;
-  for (const Argument& each : all_) bytes += each.given.nbytes();
+  for (const Argument& each : all_)
+    bytes += each.constant ? 0 : std::max(each.given.nbytes(), storage_of(each.given)->nbytes());
   return bytes;
 }
 

@@ -46,7 +46,7 @@ class Arguments {
 
   // A stack with one view of each argument in place of the given tensors.
   torch::jit::Stack view(const c10::IValue* first, std::size_t count, at::Tensor Argument::* view);
-  // The bytes of all tensors.
+  // Returns how much memory make_scratch() takes.
   std::size_t bytes() const;
   // The memory that the task uses.
   std::vector<MemoryUse> uses() const;

@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
@@ -178,6 +179,9 @@ struct QueuedCall {
     if (!keys.has(identity.dense) || keys.has_any(kRefused) || !x.has_storage()) return false;
     const auto& data = storage_of(x)->data_ptr();
     if (c10::impl::cow::is_cow_data_ptr(data) || (!data.get() && x.numel())) return false;
+    const auto offset = static_cast<size_t>(x.storage_offset());
+    if (at::detail::computeStorageNbytes(x.sizes(), x.strides(), x.itemsize(), offset) > x.storage().nbytes())
+      return false; // the storage was shrunk
     if (device >= 0 && device != x.get_device()) return false;
     device = x.get_device();
     return true;
@@ -413,6 +417,7 @@ Stack run_on_scratch(
   at::DisableRecordFunctionGuard unseen;
   std::optional<SavedHostGenerator> saved;
   if (captured.draws) saved.emplace();
+  const c10::impl::ExcludeDispatchKeyGuard below_autograd(kAboveBackend);
   arguments.make_scratch(values);
   Stack scratch = arguments.view(first, count, &Argument::scratch);
   for (const auto& [i, _] : captured.generators) scratch[i] = at::detail::createCPUGenerator();

@@ -14,8 +14,8 @@
 namespace openreg {
 
 // The work of an out= or in-place form on CPU tensors over raw memory. It writes to `outputs`, which must have the
-// form's geometry. Returns nothing if the operator is not in the table, or if its object cannot be used twice with these
-// arguments.
+// form's geometry. Returns nothing if the operator is not in the table, or if its object cannot be used twice with
+// these arguments.
 std::optional<detail::Task> structured_task(
     const c10::OperatorHandle& op, const torch::jit::Stack& arguments, std::vector<at::Tensor> outputs);
 

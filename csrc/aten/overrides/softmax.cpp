@@ -77,8 +77,7 @@ void softmax_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack*
 template <class Op, class Structured, typename Op::schema* kernel>
 void softmax_backward_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 5);
-  if (!is_wider(arguments[0].toTensor(), arguments[3].toScalarType()))
-    return boxed_kernel().callBoxed(op, keys, stack);
+  if (!is_wider(arguments[0].toTensor(), arguments[3].toScalarType())) return boxed_kernel().callBoxed(op, keys, stack);
   at::Tensor out = arguments[4].toTensor();
   TORCH_CHECK(out.scalar_type() == at::kHalf, op.schema().name(),
       ": expected out of Half, the dtype of the input, but got ", out.scalar_type());

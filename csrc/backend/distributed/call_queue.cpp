@@ -60,7 +60,12 @@ void CallQueue::push(CallDescription call, Begin begin, Fail fail) {
 void CallQueue::run(const std::function<void()>& task) {
   auto call = std::make_shared<std::packaged_task<void()>>(task);
   auto done = call->get_future();
-  push(Entry{std::nullopt, [call] { (*call)(); }, nullptr});
+  push(Entry{std::nullopt,
+      [call]() -> c10::intrusive_ptr<c10d::Work> {
+        (*call)();
+        return {};
+      },
+      nullptr});
   detail::wait_freely(detail::Interrupt::kNever,
       [&](std::chrono::nanoseconds most) { return done.wait_for(most) == std::future_status::ready; });
   done.get();
@@ -85,7 +90,7 @@ void CallQueue::work() {
     }
     try {
       if (entry.call) compare(*entry.call);
-      entry.begin();
+      if (const auto begun = entry.begin()) last_.emplace(begun);
     } catch (...) {
       entry.fail(std::current_exception());
     }
@@ -106,7 +111,13 @@ void CallQueue::compare(const CallDescription& call) {
   auto* numbers = reinterpret_cast<int64_t*>(record + 1);
   std::ranges::copy(call.sent, numbers);
   std::ranges::copy(call.received, numbers + size);
-  if (call.summed.defined()) std::memcpy(record->summed, call.summed.const_data_ptr(), call.summed.nbytes());
+  if (call.summed.defined()) {
+    if (const auto earlier = last_ ? last_->lock() : c10::intrusive_ptr<c10d::Work>()) try {
+        earlier->wait();
+      } catch (const std::exception&) { // the earlier call raises it
+      }
+    std::memcpy(record->summed, call.summed.const_data_ptr(), call.summed.nbytes());
+  }
 
   c10d::AllgatherOptions options;
   options.timeout = call.timeout;

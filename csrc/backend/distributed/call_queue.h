@@ -32,11 +32,13 @@ struct CallDescription {
 // and each process checks whether the calls match. If they do not, none begins, and every process raises the same
 // error. The exchange runs on this queue's thread, so an asynchronous call does not wait for the other processes.
 // A small tensor that is summed travels with its description: each process adds up what it has received, in the order
-// of the ranks, and the engine has nothing left to do.
+// of the ranks, and the engine has nothing left to do. It is read when the engine has completed the earlier calls,
+// which may write to it.
 class CallQueue {
  public:
   using Engine = c10::intrusive_ptr<c10d::Backend>;
-  using Begin = std::function<void()>;
+  // Returns the call in the engine, or null if it is complete.
+  using Begin = std::function<c10::intrusive_ptr<c10d::Work>()>;
   using Fail = std::function<void(std::exception_ptr)>;
 
   explicit CallQueue(Engine engine) : engine_(std::move(engine)) {}
@@ -60,6 +62,7 @@ class CallQueue {
 
   const Engine engine_;
   uint64_t number_ = 0; // calls compared so far
+  std::optional<c10::weak_intrusive_ptr<c10d::Work>> last_; // in the engine, which keeps it until it is complete
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Entry> entries_;

@@ -128,7 +128,12 @@ void DistributedBackend::enqueue(
     const c10::intrusive_ptr<CollectiveWork>& work, CallDescription description, const Start& start) {
   const bool summed = description.summed.defined();
   queue_->push(
-      std::move(description), [work, start, summed] { summed ? work->end(nullptr) : work->begin(start()); },
+      std::move(description),
+      [work, start, summed]() -> Work {
+        const Work begun = summed ? Work() : start();
+        summed ? work->end(nullptr) : work->begin(begun);
+        return begun;
+      },
       [work](const std::exception_ptr& error) { work->end(error); });
 }
 
