@@ -45,8 +45,7 @@ class BoxedCpuKernel final : public c10::OperatorKernel {
     const c10::FunctionSchema& schema = op.schema();
     const auto kSizes = c10::OptionalType::create(c10::ListType::create(c10::SymIntType::get()));
     for (const auto& argument : schema.arguments()) {
-      const auto* info = argument.alias_info();
-      write_.push_back(info && info->isWrite());
+      write_.push_back(is_written(argument));
       const auto& type = argument.type();
       generator_.push_back(type->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get())));
       takes_generator_ |= generator_.back();

@@ -67,11 +67,6 @@ bool is_small(const at::Tensor& from, const at::Tensor& to) {
       from.has_storage() && to.has_storage() && from.storage().data() != to.storage().data();
 }
 
-// Corrupts a copy for an injected fault; see Note [Faults]. Any nonzero byte would read as True.
-void flip_byte(void* data, at::ScalarType type) {
-  static_cast<unsigned char*>(data)[0] ^= type == at::kBool ? 1 : 0xFF;
-}
-
 // Makes one device's stream wait for the work given to the other's.
 void wait_for(Stream waiting, Stream stream) {
   if (waiting == stream || stream_idle(stream)) return;

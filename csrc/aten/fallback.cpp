@@ -196,8 +196,8 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   bool generator = false;
   for (size_t i = 0; i < count; ++i) {
     const c10::IValue& value = (*stack)[base + i];
-    const auto* info = schema.arguments()[i].alias_info();
-    visit_tensors(value, [&](const at::Tensor& x) { copies.add(x, info && info->isWrite(), name); });
+    const bool written = is_written(schema.arguments()[i]);
+    visit_tensors(value, [&](const at::Tensor& x) { copies.add(x, written, name); });
     if (value.isDevice() && on_device(value.toDevice())) copies.set_device(device_at(checked_index(value.toDevice())));
   }
   if (capturing(copies.where().index()))

@@ -1,4 +1,4 @@
-// Which kernels of the device run the CPU's kernel, and how: recorded when they are registered, for the tools.
+// Records which kernels of the device run the CPU's kernel, and how. The tools ask for it.
 #pragma once
 
 #include <ATen/core/operator_name.h>

@@ -1,4 +1,4 @@
-// Which operators of PyTorch have a Meta kernel in C++. It computes the shapes, strides and dtypes of results.
+// Tells which operators of PyTorch have a Meta kernel in C++, which computes shapes, strides and dtypes of results.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

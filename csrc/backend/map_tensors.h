@@ -1,13 +1,19 @@
-// The tensors among the values of a boxed call.
+// The tensors among the values of a boxed call, and the arguments that it writes to.
 #pragma once
 
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 
 #include <optional>
 
 namespace openreg {
+
+// Returns true if the schema says that an operator writes to the argument.
+inline bool is_written(const c10::Argument& argument) {
+  return argument.alias_info() && argument.alias_info()->isWrite();
+}
 
 // Returns true for a tensor, a list of tensors or a list of optional tensors.
 inline bool holds_tensors(const c10::IValue& value) {

@@ -57,7 +57,7 @@ struct CopiedResult {
 struct OperatorTask {
   c10::OperatorHandle op;
   Stack arguments;
-  Check* check = nullptr; // of values
+  Check* check = nullptr; // a check of values in tensors, or null
   std::vector<CopiedResult> results{};
   std::vector<std::pair<size_t, at::Generator>> generators{}; // the inner ones, by argument
   at::Generator lent{};                  // the device's, for an operator without such an argument
@@ -74,7 +74,7 @@ struct OperatorTask {
     if (!results.empty()) copy_results(stack);
     if (copies_on && copy_corrupted(*copies_on, /*here=*/true)) {
       const at::Tensor& to = arguments[0].toTensor();
-      if (to.numel()) static_cast<unsigned char*>(to.mutable_data_ptr())[0] ^= to.scalar_type() == at::kBool ? 1 : 0xFF;
+      if (to.numel()) flip_byte(to.mutable_data_ptr(), to.scalar_type());
     }
   }
 
@@ -382,8 +382,7 @@ Arguments captured_arguments(const CapturedCall& captured, const c10::IValue* fi
     Arguments::keep_value(arguments.all().back());
   };
   for (const c10::Argument& argument : captured.op.schema().arguments()) {
-    const bool written = argument.alias_info() && argument.alias_info()->isWrite();
-    visit_tensors(*first++, [&](const at::Tensor& x) { add(x, written); });
+    visit_tensors(*first++, [&](const at::Tensor& x) { add(x, is_written(argument)); });
   }
   return arguments;
 }

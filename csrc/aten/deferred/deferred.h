@@ -79,6 +79,11 @@ struct CapturedCall {
 // Captures a call and replaces the arguments on the stack with its results.
 void capture_operator(const CapturedCall& captured, torch::jit::Stack* stack);
 
+// Corrupts a copy for an injected fault: see Note [Faults]. Any nonzero byte would read as True.
+inline void flip_byte(void* data, at::ScalarType type) {
+  static_cast<unsigned char*>(data)[0] ^= type == at::kBool ? 1 : 0xFF;
+}
+
 // Captures a kernel of one input and one output.
 void capture_unary(
     Stream stream, const char* name, at::TensorIteratorBase& iter, std::function<void(at::TensorIteratorBase&)> kernel);

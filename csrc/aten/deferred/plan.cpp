@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "aten/meta_kernels.h"
+#include "backend/map_tensors.h"
 
 namespace openreg {
 namespace {
@@ -15,10 +16,6 @@ using c10::DispatchKey;
 auto& meta_kernels() {
   static auto* kernels = new std::unordered_map<std::string, c10::KernelFunction>;
   return *kernels;
-}
-
-bool is_written(const c10::Argument& argument) {
-  return argument.alias_info() && argument.alias_info()->isWrite();
 }
 
 bool is_number(const c10::Argument& argument) {

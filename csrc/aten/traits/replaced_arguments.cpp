@@ -37,7 +37,7 @@ void call_with_replaced(const c10::OperatorHandle& op, torch::jit::Stack* stack,
   std::vector<Replaced> tensors;
   torch::jit::Stack arguments;
   for (size_t i = 0; i < count; ++i) {
-    const bool written = schema[i].alias_info() && schema[i].alias_info()->isWrite();
+    const bool written = is_written(schema[i]);
     arguments.push_back(map_tensors((*stack)[first + i], [&](const at::Tensor& x) {
       if (!x.defined()) return x;
       auto known = std::ranges::find_if(tensors, [&](const Replaced& tensor) { return tensor.given.is_same(x); });

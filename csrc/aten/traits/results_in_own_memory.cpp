@@ -15,6 +15,7 @@
 #include "aten/traits/replaced_arguments.h"
 #include "aten/traits/traits.h"
 #include "backend/identity/identity.h"
+#include "backend/map_tensors.h"
 
 // Note [Results in their own memory]
 // Some CPU kernels step through an out= tensor as if it were contiguous: they write the wrong elements of a permuted or
@@ -31,8 +32,7 @@ namespace {
 using c10::DispatchKey;
 
 bool is_result(const c10::Argument& argument) {
-  return argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite() &&
-      argument.type()->kind() == c10::TypeKind::TensorType;
+  return argument.kwarg_only() && is_written(argument) && argument.type()->kind() == c10::TypeKind::TensorType;
 }
 
 bool honors_strides(const c10::OperatorHandle& op) {

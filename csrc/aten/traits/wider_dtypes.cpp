@@ -71,7 +71,7 @@ Found find(const c10::FunctionSchema& schema, const c10::IValue* arguments, Comp
   std::vector<ScalarType> outs;
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     const c10::Argument& argument = schema.arguments()[i];
-    const bool out = argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite();
+    const bool out = argument.kwarg_only() && is_written(argument);
     if (is_dtype(argument) && !arguments[i].isNone()) return {arguments[i].toScalarType(), false};
     visit_tensors(arguments[i], [&](const at::Tensor& x) {
       if (!x.defined()) return;
