@@ -5,8 +5,9 @@ the compiler gets several files of a folder at a time, as one: a name in an anon
 
 Note [Libraries]: csrc/runtime is a library that needs neither PyTorch nor Python, libopenreg_ops.so, whose interface
 for everything else is openreg_ops/include. Elementwise code (KERNELS) is a library, _ops_CAPABILITY.so, built for each
-set of vector instructions that a processor may have; openreg_ops/kernels.py loads the one that fits. A build for the
-local machine has one such library; with OPENREG_RELEASE=1, for a wheel, there is one for each. Everything else is _C.
+set of vector instructions that a processor may have; openreg_ops/kernel_library.py loads the one that fits. A build
+for the local machine has one such library; with OPENREG_RELEASE=1, for a wheel, there is one for each. Everything else
+is _C.
 """
 
 import importlib.util
@@ -314,12 +315,16 @@ setup(
     packages=[
         "openreg_ops",
         "openreg_ops.cuda_operators",
+        "openreg_ops.device",
+        "openreg_ops.distributed",
         "openreg_ops.inductor",
         "openreg_ops.integrations",
         "openreg_ops.meta",
-        "openreg_ops.openreg",
+        "openreg_ops.sanitizer",
+        "openreg_ops.schedules",
         "openreg_ops.testing",
         "openreg_ops.tools",
+        "openreg_ops.torch_patches",
     ],
     package_dir={"openreg_ops.meta": "meta"},
     package_data={

@@ -30,7 +30,7 @@ _library = torch.library.Library("openreg", "IMPL")
 OPERATORS: dict[str, Operator[..., Any]] = {}
 # Sample inputs by operator name, for openreg_ops.testing.check: (device, dtype) -> argument tuples.
 SAMPLES: dict[str, Callable[[str, torch.dtype], Iterable[Any]]] = {}
-# What the operators do with DTensors, by name, for openreg_ops/strategies.py.
+# What the operators do with DTensors, by name, for openreg_ops/distributed/sharding.py.
 SHARDED: dict[str, Callable[..., Iterable[Any]]] = {}
 DISTRIBUTED: dict[str, Callable[..., Any]] = {}
 
@@ -80,8 +80,8 @@ class Operator(Protocol[_P, _R]):
     def distributed(self, function: _Function) -> _Function:
         """Decorate a function that runs instead of the operator on DTensors, if a placement rule is not enough.
 
-        It gets ``shards``, an `openreg_ops.strategies.Shards`, first, and the operator's arguments that it declares, by
-        name.
+        It gets ``shards``, an `openreg_ops.distributed.sharding.Shards`, first, and the operator's arguments that it
+        declares, by name.
         """
 
     def samples(self, generator: _Function) -> _Function:

@@ -52,10 +52,10 @@ if _installed != _built:
         )
     )
 
-from openreg_ops import _build, environment, kernels  # noqa: E402
+from openreg_ops import _build, environment, kernel_library  # noqa: E402
 
 try:
-    kernels.capability()
+    kernel_library.capability()
 except ImportError as error:
     _refuse(error)
 
@@ -74,29 +74,15 @@ try:
 
     from openreg_ops import _C
 
-    kernels.load()
+    kernel_library.load()
     _C.set_host_scalars(_build.HOST_SCALARS)
-    from openreg_ops import openreg
+    from openreg_ops import device_module
 
-    openreg.register()
-    from openreg_ops import (
-        autocast,
-        autograd_fallback,
-        backward,
-        checkpoint,
-        cuda_operators,
-        distributed,
-        dlpack,
-        fallback,
-        imports,
-        meta,
-        nested,
-        optim,
-        parallel,
-        sharing,
-        tags,
-    )
+    device_module.register()
+    from openreg_ops import autograd_fallback, cuda_operators, fallback, meta, optim, torch_patches
+    from openreg_ops.distributed import process_group
     from openreg_ops.inductor import registration as graphs
+    from openreg_ops.torch_patches.import_hooks import after_import
 except environment.WrongVariable as wrong:
     _refuse(wrong)
 
@@ -115,26 +101,19 @@ atexit.register(_end_workers)  # from here on, the last one first; see Note [Exi
 atexit.register(_C.end_autograd_threads)
 atexit.register(_end_threads)
 
-from openreg_ops.building import cmake_prefix_path, include_paths, library_paths  # noqa: E402
+from openreg_ops.cpp_extension import cmake_prefix_path, include_paths, library_paths  # noqa: E402
 from openreg_ops.meta import *  # noqa: E402, F403
 from openreg_ops.optim import AdamW  # noqa: E402
-from openreg_ops.tags import get_tag, set_tag  # noqa: E402
 from openreg_ops.tools.backend import Openreg  # noqa: E402
+from openreg_ops.torch_patches.tags import get_tag, set_tag  # noqa: E402
 
 autograd = autograd_fallback  # the same module under a shorter name
 
 graphs.register()
-autocast.register()
-backward.register()
-checkpoint.register()
-dlpack.register()
-sharing.register()
-tags.register()
-distributed.register()
-nested.register()
-parallel.register()
+torch_patches.register()
+process_group.register()
 cuda_operators.register()
-imports.after_import("safetensors", lambda: importlib.import_module("openreg_ops.integrations.safetensors"))
+after_import("safetensors", lambda: importlib.import_module("openreg_ops.integrations.safetensors"))
 backends.register(Openreg())
 
 __all__ = [

@@ -308,7 +308,7 @@ def reference_pages() -> tuple[str, str, str, str]:
     own += _section("Optimizer", *_automatic("openreg_ops", ["AdamW"]))
     own += _section("Tags", *_automatic("openreg_ops", ["get_tag", "set_tag"]))
     own += _section("Building packages", *_automatic("openreg_ops", ["include_paths", "library_paths"]))
-    own[-2:-2] = [".. autodata:: openreg_ops.building.cmake_prefix_path", "   :no-value:", ""]
+    own[-2:-2] = [".. autodata:: openreg_ops.cpp_extension.cmake_prefix_path", "   :no-value:", ""]
     own += _module("Device-type tests", "openreg_ops.testing.device_type", ["OpenregTestBase", "install"])
 
     tools = ["# openreg_tools", "", "Pure Python, for PyTorch 2.10 to 2.15 and any device.", ""]
@@ -332,7 +332,7 @@ def reference_pages() -> tuple[str, str, str, str]:
             operators += _section(name, *_automatic("openreg_ops", [name]))
 
     device = ["# torch.openreg", "", "The module of the device. Names are the same as in `torch.cuda`.", ""]
-    parts = importlib.import_module("openreg_ops.openreg")
+    parts = importlib.import_module("openreg_ops.device")
     for title, part in (
         ("Devices", parts.devices),
         ("Streams and events", parts.streams),
@@ -348,7 +348,7 @@ def reference_pages() -> tuple[str, str, str, str]:
     device += _section(
         "Orders of streams",
         *_automatic("torch.openreg", ["schedules"]),
-        *_automatic("openreg_ops.openreg.schedules", ["Schedules", "Difference", "ScheduleError"]),
+        *_automatic("openreg_ops.schedules", ["Schedules", "Difference", "ScheduleError"]),
     )
     shown = {name for line in device for name in re.findall(r"torch\.openreg\.(\w+)$", line)}
     device += ["## Types", "", "| Name | What it is |", "|---|---|"]

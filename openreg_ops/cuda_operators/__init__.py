@@ -13,7 +13,7 @@ from openreg_ops.cuda_operators import attention, batch_norm, cells, int4, other
 from openreg_ops.cuda_operators.missing import MISSING
 from openreg_ops.cuda_operators.registry import KERNELS, without_autocast
 from openreg_ops.identity import identity
-from openreg_ops.imports import after_import
+from openreg_ops.torch_patches.import_hooks import after_import
 
 __all__ = [
     "KERNELS",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 
 from openreg_ops import _C
-from openreg_ops.imports import after_import
 from openreg_ops.inductor import backend, convolution, higher_order
+from openreg_ops.torch_patches.import_hooks import after_import
 
 
 def _register_interface() -> None:

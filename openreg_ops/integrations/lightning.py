@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from openreg_ops.imports import after_import
+from openreg_ops.torch_patches.import_hooks import after_import
 
 
 class _Openreg:

@@ -16,8 +16,8 @@ import torch
 from _pytest.runner import runtestprotocol
 
 from openreg_ops import _C
-from openreg_ops.openreg.schedule_report import RETURN
-from openreg_ops.openreg.schedules import Schedules
+from openreg_ops.schedules.explore import Schedules
+from openreg_ops.schedules.report import RETURN
 
 try:
     from _pytest.subtests import failed_subtests_key

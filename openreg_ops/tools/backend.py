@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from openreg_ops.openreg.race_files import FILES
+from openreg_ops.sanitizer.source_files import FILES
 from openreg_tools.backends import Backend
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Openreg(Backend):
         return torch.openreg._sanitizer.sanitize(found)
 
     def waits(self, found: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
-        from openreg_ops.openreg.sync_debug import listening
+        from openreg_ops.device.sync_debug import listening
 
         return listening(found)
 
@@ -203,10 +203,10 @@ def isolation(_C: Any) -> str:
 
 
 def _build(info: Info) -> None:
-    from openreg_ops import _build, kernels
+    from openreg_ops import _build, kernel_library
 
     built = f"torch {_build.TORCH_VERSION}, {' and '.join(_build.CPU_CAPABILITIES)}"
-    info.add("openreg_ops", built_for=built, capability=kernels.capability())
+    info.add("openreg_ops", built_for=built, capability=kernel_library.capability())
     last, source = max(path.stat().st_mtime for path in PACKAGE.glob("_*.so")), PACKAGE.parent / "csrc"
     if source.is_dir():
         newer = [path for path in source.rglob("*.[ch]*") if path.stat().st_mtime > last]
@@ -237,8 +237,8 @@ def _devices(info: Info) -> None:
 
 
 def _settings(info: Info) -> None:
-    from openreg_ops import _C, autograd_fallback, fallback, kernels
-    from openreg_ops.openreg import _sanitizer, faults
+    from openreg_ops import _C, autograd_fallback, fallback, kernel_library, sanitizer
+    from openreg_ops.device import faults
 
     fell = fallback.report()
     info.add(
@@ -247,9 +247,9 @@ def _settings(info: Info) -> None:
         fallback=f"{fallback.get_policy()}; {len(fell)} operators fell back so far",
         autograd_fallback=autograd_fallback.get_fallback_mode(),
         poison="on: new device memory holds NaN" if _C.poison() else "off",
-        sanitizer="on" if _sanitizer._races else "off",
+        sanitizer="on" if sanitizer._races else "off",
         faults=", ".join(fault.kind for fault in faults._armed) or "none armed",
-        kernels=f"{kernels.shared} of torch's CPU kernels shared",
+        kernels=f"{kernel_library.shared} of torch's CPU kernels shared",
     )
 
 

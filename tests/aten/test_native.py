@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import BinaryUfuncInfo
 
-from openreg_ops import fallback, kernels
+from openreg_ops import fallback, kernel_library
 
 library = torch.library.Library("test_native", "DEF")
 kept = []
@@ -248,7 +248,7 @@ def test_every_operator_with_a_cpu_kernel_has_one_here():
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
         if name.startswith("aten::") and not has(name, "PrivateUse1") and not has(name, "CompositeImplicitAutograd")
     ]
-    assert missing == [] and kernels.shared > 1000
+    assert missing == [] and kernel_library.shared > 1000
 
 
 def test_a_tensor_subclass_and_modes_see_device_operators():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.functional import jacobian
 
-from openreg_ops import backward
+from openreg_ops.torch_patches import backward
 
 DEVICE = "openreg"
 

@@ -540,7 +540,7 @@ def check_functional_races():
 
 def check_dropped_work():
     """The Work keeps the memory, so freeing it early is fine; ended collectives are forgotten."""
-    from openreg_ops.openreg import _sanitizer
+    from openreg_ops import sanitizer
 
     with torch.openreg._sanitizer.sanitize():
         for _ in range(300):
@@ -551,7 +551,7 @@ def check_dropped_work():
             work.wait()
             del work
             assert y.sum().item() == 0
-        races = _sanitizer._races
+        races = sanitizer._races
         assert len(races.syncs.current_sync_states) < 300 and len(races.works) < 100
 
 

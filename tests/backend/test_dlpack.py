@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.dlpack import DLDeviceType
 
-from openreg_ops import dlpack
+from openreg_ops.torch_patches import dlpack
 
 DEVICE, ONE = "openreg", torch.device("openreg:1")
 

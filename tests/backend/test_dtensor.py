@@ -49,7 +49,7 @@ def placed(x, mesh, at):
 
 def at_of(x):
     """Its placements as a rule says them."""
-    from openreg_ops.strategies import _at
+    from openreg_ops.distributed.sharding import _at
 
     return tuple(map(_at, x.placements))
 
@@ -346,7 +346,7 @@ def check_errors():
 
 
 def check_wrong_rules():
-    from openreg_ops.strategies import _combinations
+    from openreg_ops.distributed.sharding import _combinations
 
     swiglu, given = torch.ops.openreg.swiglu.default, {"gate": None, "up": None}
     with pytest.raises(TypeError, match="the rule of swiglu places gates, which swiglu does not take"):
@@ -757,7 +757,7 @@ from torch.distributed.tensor._ops.strategy_validation import validate_aten_comb
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
-from openreg_ops import strategies
+from openreg_ops.distributed import sharding
 from openreg_ops.meta import op
 from openreg_tools.samples import sample_of
 
@@ -778,9 +778,9 @@ def validated(name, rule, size):
                 meta = TensorMeta(x.shape, x.stride(), x.dtype)
                 return OpStrategy([OpSpec(DTensorSpec(mesh, (Replicate(),), tensor_meta=meta))])
 
-            given = tree_map(strategy, strategies.by_name(function, sample.args, sample.kwargs))
-            for places, outs in strategies._combinations(function, rule, given, mesh, 0):
-                placements = tuple(tuple(map(strategies._placement, each)) for each in (places, outs))
+            given = tree_map(strategy, sharding.by_name(function, sample.args, sample.kwargs))
+            for places, outs in sharding._combinations(function, rule, given, mesh, 0):
+                placements = tuple(tuple(map(sharding._placement, each)) for each in (places, outs))
                 right, why = validate_aten_combination(
                     function, sample.args, sample.kwargs, truth, placements, size, mesh
                 )

@@ -325,14 +325,14 @@ def test_a_dimension_that_does_not_exist():
 
 def test_a_cuda_build_keeps_its_functions_for_cuda(monkeypatch):
     """Without a GPU, tensors on the CPU go to the device; tensors of the device always do."""
-    from openreg_ops import parallel
+    from openreg_ops.torch_patches import data_parallel
 
     for name in ("_scatter", "_gather"):
         monkeypatch.setattr(torch._C, name, lambda *arguments: "CUDA's")
     monkeypatch.setattr(torch.cuda.nccl, "is_available", torch.cuda.nccl.is_available)
     for name in ("_broadcast", "_broadcast_coalesced", "_broadcast_out", "_gather_out", "_scatter_out"):
         monkeypatch.delattr(torch._C, name)
-    parallel.register()
+    data_parallel.register()
     x = torch.randn(4, 2)
     assert [part.device.type for part in scatter(x, [0, 1])] == ["openreg"] * 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

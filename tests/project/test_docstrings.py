@@ -14,11 +14,11 @@ from openreg_ops import meta
 MODULES = [
     "openreg_ops",
     "openreg_ops.autograd_fallback",
-    "openreg_ops.building",
+    "openreg_ops.cpp_extension",
     "openreg_ops.fallback",
     "openreg_ops.inductor",
     "openreg_ops.optim",
-    "openreg_ops.tags",
+    "openreg_ops.torch_patches.tags",
     "openreg_ops.testing",
     "openreg_tools",
     "openreg_tools.abi",

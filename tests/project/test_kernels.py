@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import openreg_ops
-from openreg_ops import _build, kernels
+from openreg_ops import _build, kernel_library
 
 # Runs every operator's samples in its own process, and the same on the CPU, where the plain reference runs.
 CODE = """
@@ -17,12 +17,12 @@ import sys
 import torch
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map_only
-from openreg_ops import kernels
+from openreg_ops import kernel_library
 from openreg_ops.meta import op
 from openreg_tools.samples import sample_of
 
 libraries = {line.rpartition("/")[2].strip() for line in open("/proc/self/maps") if "/_ops_" in line}
-print(kernels.capability(), *libraries)
+print(kernel_library.capability(), *libraries)
 asked = 0
 for name, samples in op.SAMPLES.items():
     overload = getattr(torch.ops.openreg, name).default
@@ -53,14 +53,16 @@ def run(code: str, **environment: str) -> list[str]:
 
 
 def supported() -> list[str]:
-    return [each for each in _build.CPU_CAPABILITIES if each not in kernels._WIDER or kernels._WIDER[each]()]
+    return [
+        each for each in _build.CPU_CAPABILITIES if each not in kernel_library._WIDER or kernel_library._WIDER[each]()
+    ]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("capability", supported())
 def test_operators_agree_with_their_references(capability):
     chosen, library, asked = run(CODE, ATEN_CPU_CAPABILITY=capability.lower())
-    assert (chosen, library) == (capability, kernels.library(capability))
+    assert (chosen, library) == (capability, kernel_library.library(capability))
     assert int(asked) > 500
 
 
@@ -78,13 +80,13 @@ def test_operators_agree_with_their_references(capability):
 def test_the_widest_that_torch_may_use(built, torchs, expected, monkeypatch):
     """Or the narrowest, where torch may use none that was built."""
     monkeypatch.setattr(_build, "CPU_CAPABILITIES", built)
-    monkeypatch.setattr(kernels, "_WIDER", {"AVX2": lambda: True, "AVX512": lambda: True})
+    monkeypatch.setattr(kernel_library, "_WIDER", {"AVX2": lambda: True, "AVX512": lambda: True})
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: torchs)
-    assert kernels.capability() == expected
+    assert kernel_library.capability() == expected
 
 
 def test_a_processor_without_any_is_refused(monkeypatch):
     monkeypatch.setattr(_build, "CPU_CAPABILITIES", ("AVX512",))
-    monkeypatch.setattr(kernels, "_WIDER", {"AVX512": lambda: False})
+    monkeypatch.setattr(kernel_library, "_WIDER", {"AVX512": lambda: False})
     with pytest.raises(ImportError, match="^openreg_ops was built for AVX512, which this processor lacks; rebuild it"):
-        kernels.capability()
+        kernel_library.capability()

@@ -16,7 +16,7 @@ import torch
 
 import openreg_ops
 from openreg_ops import environment, fallback
-from openreg_ops.openreg import faults
+from openreg_ops.device import faults
 from openreg_ops.tools.new import FILES, PACKAGE_FILES
 
 ROOT = Path(__file__).parents[2]

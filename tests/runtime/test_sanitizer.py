@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from openreg_ops import _C
 from openreg_ops.meta import op
-from openreg_ops.openreg import races
+from openreg_ops.sanitizer import history
 
 DEVICE = "openreg"
 MS = 1_000_000  # cycles
@@ -115,7 +115,7 @@ def test_use_on_another_stream_without_a_wait():
     assert "-> Tensor writing to the output With stack trace:" in text
     assert text.count("in use_without_wait z = y + 1") == 1
     assert text.count("in use_without_wait y = torch.ops.openreg.custom_abs(x)") == 2  # the access and the allocation
-    assert "Tensor was allocated with stack trace:" in text and "races.py" not in text
+    assert "Tensor was allocated with stack trace:" in text and "history.py" not in text
     assert "call its wait_stream() with the default stream of openreg:0, or its wait_event()" in text
 
 
@@ -436,7 +436,7 @@ def test_idle_memory_of_another_stream_is_in_order():
 def test_what_autograd_passes_between_streams_is_recorded(monkeypatch):
     """The engine records, through the device guard, the stream that continues with another stream's gradient."""
     recorded = []
-    monkeypatch.setattr(races.Races, "stream_recorded", lambda self, address, stream: recorded.append(stream))
+    monkeypatch.setattr(history.Races, "stream_recorded", lambda self, address, stream: recorded.append(stream))
     side = torch.openreg.Stream()
     x = torch.ones(N, device=DEVICE, requires_grad=True)
     y = x * 2
@@ -1157,7 +1157,7 @@ def test_interleaved_columns_do_not_race():
 def test_spans_meet_where_they_share_a_byte():
     """Also those that touch, that begin before another, and columns; one covers another only if it leaves out nothing."""
     x = torch.zeros(8, 8, dtype=torch.int16, device=DEVICE)
-    span = races.Span.of
+    span = history.Span.of
     whole, top, rest, column, next_column = (span(part) for part in (x, x[:3], x[3:], x[:, 2], x[:, 3]))
     for one, other, meet in (
         (whole, top, True), (top, rest, False), (column, next_column, False), (column, rest, True), (column, column, True),
@@ -1188,7 +1188,7 @@ def test_spans_of_two_dtypes_meet_where_they_share_a_byte():
                 shape = (chosen.randint(1, 3), chosen.randint(1, 3))
                 strides, start = (chosen.randint(1, 4), chosen.randint(1, 3)), chosen.randint(0, 10)
                 views.append(storage.view(dtype).as_strided(shape, strides, start))
-            (one, other), (here, there) = map(addresses, views), map(races.Span.of, views)
+            (one, other), (here, there) = map(addresses, views), map(history.Span.of, views)
             assert here.meets(there) == there.meets(here) == bool(one & other), [(x.dtype, x.stride()) for x in views]
             assert not here.covers(there) or one >= other
             counts = [counts[0] + bool(one & other), counts[1] + (not one & other), counts[2] + here.covers(there)]

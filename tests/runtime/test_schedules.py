@@ -256,7 +256,7 @@ def test_seeds_give_different_orders():
 
 def test_work_is_delayed_one_piece_at_a_time_after_the_random_orders():
     """The last seeds are small exceptions to the program's order: one piece of work that is late, then two."""
-    from openreg_ops.openreg.schedules import RANDOM
+    from openreg_ops.schedules.explore import RANDOM
 
     report = schedules(lambda: [torch.ones(4, device=DEVICE) for i in range(3)], seeds=range(RANDOM, RANDOM + 6))
     assert report.passed and report.orders == 6

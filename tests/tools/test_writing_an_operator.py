@@ -18,7 +18,7 @@ from torch.utils import cpp_extension
 
 import openreg_ops
 from openreg_ops import __main__ as command_line
-from openreg_ops import kernels
+from openreg_ops import kernel_library
 from openreg_ops.tools import new as new_command
 from openreg_ops.tools.new import FILES, HEADERS, STYLES, Wrong, new, render
 
@@ -50,9 +50,9 @@ def checkout(root):
 
 def build(root, names):
     """Compiles the operators as the last build did, as one, and links them with its objects into root's package."""
-    capability, module = kernels.capability(), Path(openreg_ops._C.__file__)
+    capability, module = kernel_library.capability(), Path(openreg_ops._C.__file__)
     rules, *edges = (BUILD / "build.ninja").read_text().split("\nbuild ")
-    library = kernels.library(capability)
+    library = kernel_library.library(capability)
     objects = next(
         re.findall(r"\S+\.o", edge) for edge in edges if edge.startswith(f"{BUILD.relative_to(ROOT)}/{library}")
     )

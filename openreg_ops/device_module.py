@@ -1,0 +1,73 @@
+"""Assembles ``torch.openreg``, the device's module, like ``torch.cuda``."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import torch
+
+from openreg_ops import sanitizer
+from openreg_ops.device import (
+    _gpu_trace,
+    amp,
+    devices,
+    faults,
+    graphs,
+    memory,
+    nvtx,
+    profiler,
+    random,
+    streams,
+    sync_debug,
+    tensor_types,
+    usage,
+)
+from openreg_ops.device.device_index import device_index
+from openreg_ops.identity import identity
+from openreg_ops.schedules import schedules
+
+
+def register() -> None:
+    """Name the backend, create ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and similar
+    methods."""
+    module = types.ModuleType(f"torch.{identity.module}", "The openreg device, as torch.cuda is CUDA's.")
+    # The public names of these modules are also names of torch.openreg.
+    flat = {"amp": amp, "graphs": graphs, "memory": memory, "random": random, "streams": streams}
+    public = (devices, *flat.values(), usage, sync_debug, tensor_types)
+    for part in public:
+        for name in part.__all__:
+            setattr(module, name, getattr(part, name))
+    others = {"faults": faults, "nvtx": nvtx, "profiler": profiler, "sparse": tensor_types.sparse}
+    # csrc/bindings/device.cpp imports sync_debug by this name.
+    sys.modules["openreg_ops.openreg.sync_debug"] = sync_debug
+    private = {"_gpu_trace": _gpu_trace, "_sanitizer": sanitizer}
+    for name, part in {**flat, **others, **private}.items():
+        setattr(module, name, part)
+        sys.modules[f"torch.{identity.module}.{name}"] = part
+    module.reset_device = faults.reset_device
+    module.schedules = schedules
+    module.AcceleratorError = torch.AcceleratorError
+    module.has_half, module.has_magma = True, False
+    module._sleep = streams._sleep
+    module.__path__ = []  # so that `import torch.openreg.random` works
+    module.__all__ = [name for part in public for name in part.__all__]
+    module._is_in_bad_fork = devices._is_in_bad_fork
+    module._initialized = True  # torch.utils.checkpoint saves random state only where this is true
+    module._lazy_init = devices.init
+    module._lazy_call = lambda call, **_: call()
+    module._get_device_index = lambda device=None, optional=False, allow_cpu=False: device_index(device)
+
+    torch.utils.rename_privateuse1_backend(identity.name)
+    torch._register_device_module(identity.module, module)
+    torch.accelerator.memory._snapshot = memory._snapshot
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_tensor=True,
+        for_module=True,
+        for_packed_sequence=True,
+        for_storage=True,
+        # PyTorch's generated methods cannot create typed storages of these on any device.
+        unsupported_dtype=[torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8],
+    )
+    faults._from_environment()
+    sanitizer._from_environment()

@@ -1,0 +1,12 @@
+"""``torch.openreg.schedules``: runs a program in different orders of its streams.
+
+explore.py   tries the orders
+state.py     what every order starts from
+threads.py   controls the program's threads
+results.py   reads and compares results
+report.py    says what is missing
+"""
+
+from openreg_ops.schedules.explore import Difference, ScheduleError, Schedules, schedules
+
+__all__ = ["Difference", "ScheduleError", "Schedules", "schedules"]

@@ -1,0 +1,494 @@
+"""``torch.openreg.schedules``: runs a program in many orders of its streams, and finds the order that makes it wrong.
+
+The runtime (csrc/runtime/explore/schedule.h) runs one order: the order of a seed, or the program's own with exceptions. This
+module chooses the orders, compares their results, and shrinks an order that makes a difference. results.py
+reads results, report.py reports the wait that is missing, threads.py brings the program's threads
+under the runtime's control, and state.py keeps the state that every order starts from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+import math
+import operator
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from openreg_ops import _C
+from openreg_ops.schedules.report import (
+    RETURN,
+    Action,
+    Explanation,
+    Step,
+    heading,
+    pieces,
+    raised,
+)
+from openreg_ops.schedules.results import difference_of, values_of
+from openreg_ops.schedules.state import Interrupts, Ranks, State, alone, without_collector
+from openreg_ops.schedules.threads import controlled, others
+
+__all__ = ["Difference", "ScheduleError", "Schedules", "schedules"]
+
+RANDOM = 32  # seeds below this one are random orders; the next ones make exceptions to the program's order, one by one
+PATIENCE = 1.0  # the least number of seconds that an order may wait for something that its own threads do not do
+TRIES = 5  # to see an order again that depends on more than its seed
+TRIALS = 150  # the most orders that are run to shrink one
+
+
+class ScheduleError(AssertionError):
+    """A program's result depends on the order of its streams. The text is the report."""
+
+
+class Late(NamedTuple):
+    """A piece of work that runs after a later step than the one that launched it."""
+
+    item: Step
+    after: Step
+    needed: bool  # only when the host waits for it
+    rank: int  # among those that are late until the same step
+
+
+class Switch(NamedTuple):
+    """A point where another thread continues."""
+
+    after: Step
+    to: int
+
+
+class Deviation(NamedTuple):
+    """An exception to the program's order."""
+
+    rank: int  # of torch.distributed
+    what: Late | Switch
+
+
+@dataclass
+class Outcome:
+    """The result of one order."""
+
+    values: dict[str, Any]
+    error: Exception | None
+    log: list[Action]
+
+    def differs(self, other: Outcome, rtol: float, atol: float) -> str | None:
+        """How this outcome differs from the outcome of the program's own order, if it does."""
+        if (self.error is None) != (other.error is None) or type(self.error) is not type(other.error):
+            return f"the program raises {raised(self.error)}; in its own order it raises {raised(other.error)}"
+        if self.error is not None:
+            return None
+        return difference_of(self.values, other.values, rtol, atol)
+
+
+@dataclass
+class Difference:
+    """An order that gives a different result."""
+
+    seed: int
+    what: str  #: how the result differs
+    order: list[str]  #: the shortest order that shows it, in words
+    missing: str  #: the wait that is missing, as far as the order shows it
+    late: list[str] = field(default_factory=list)  #: the names of the work that is late in it
+    orders: int = 0  #: orders that were run to find it
+
+    def __str__(self) -> str:
+        return "\n".join([self.what, *self.order, self.missing])
+
+
+@dataclass
+class Schedules:
+    """What `schedules` found. Printing it gives the report."""
+
+    seeds: Sequence[int]
+    orders: int = 0  #: orders that were run and compared
+    work: int = 0  #: pieces of work in the program's order
+    difference: Difference | None = None
+    again: str = "torch.openreg.schedules(program, seeds=[{seed}])"  #: how to run the order of a seed
+    fingerprints: dict[int, str] = field(default_factory=dict)  #: by seed; equal orders have equal fingerprints
+
+    @property
+    def passed(self) -> bool:
+        """Whether every order gave the same result."""
+        return self.difference is None
+
+    def raise_if_failed(self) -> None:
+        """Raise `ScheduleError`, with the report, if an order made a difference."""
+        if not self.passed:
+            raise ScheduleError("\n" + str(self))
+
+    def __enter__(self) -> Schedules:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            self.raise_if_failed()
+
+    def __str__(self) -> str:
+        if (found := self.difference) is None:
+            orders = "1 order" if self.orders == 1 else f"{self.orders} orders"
+            return f"schedules: {orders} of {pieces(self.work)} give{'s' * (self.orders == 1)} the same result"
+        return "\n".join(
+            [
+                f"schedules: order {found.orders} of {len(self.seeds)}, seed {found.seed}, gives a different result",
+                f"  {found.what}",
+                *found.order,
+                f"Missing: {found.missing}",
+                f"To run this order again: {self.again.format(seed=found.seed)}",
+            ]
+        )
+
+
+def schedules(
+    program: Callable[..., Any],
+    *args: Any,
+    seeds: int | Iterable[int] = 200,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> Schedules:
+    """Run ``program(*args)`` in many orders of its streams, and report the first one that changes the result.
+
+    In an order, the device's scheduler decides which stream runs next, when a copy or a collective lands and how long
+    each takes, and which of the program's threads continues. It allows every order that the program's waits allow, as
+    hardware does. An order depends only on its seed and the program: a seed gives the same order every time and on every
+    machine. Seeds below 32 are random orders. The next ones are the program's own order with one piece of work as late
+    as possible, then with two.
+
+    Every order must give the result of the program's own order, in which work runs as soon as it is launched. The result
+    is what the program raises, which exceptions end its threads, and the tensors, arrays, numbers and strings that it
+    returns, in any nesting of containers, dataclasses and objects of your own classes. It is read the way a caller would
+    read it: on the current stream, and by the host immediately. A program that returns the output of a side stream must
+    therefore wait for it. A program that asserts does not need to return anything. Before a difference is reported, the
+    program's own order and the order that differs run again.
+
+    The program is passed as a function, because it runs many times. Used as
+    ``with torch.openreg.schedules(program, seeds=200) as found:``, it raises at the end of the body if an order made a
+    difference. Without ``with``, look at the report that it returns.
+
+    Args:
+        program: creates its own tensors and streams, and gives the same result each time it runs in the same order. The
+            generators of PyTorch, Python and NumPy are in the same state at the start of each order.
+        args: passed to `program`.
+        seeds: how many orders to run, or which seeds.
+        rtol, atol: how much floating-point results may differ; 0 by default.
+    Returns:
+        The report, with `difference`, `passed` and `raise_if_failed()`.
+    Raises:
+        TypeError: `program` cannot be called.
+        ValueError: `seeds` names no order, `rtol` or `atol` is no finite number, the program queues no work, or it gives
+            two results in one order.
+        RuntimeError: called inside another call's program, while another thread tries orders, or inside a capture.
+
+    Exceptions that the program raises in its own order are passed on.
+    """
+    return Exploration(program, args, _seeds(seeds), rtol, atol).run()
+
+
+def _seeds(seeds: int | Iterable[int]) -> Sequence[int]:
+    wanted = "schedules: expected seeds to be a number of orders above 0, or a list of seeds"
+    count = _index(seeds)
+    if count is None and (isinstance(seeds, bool | str) or not isinstance(seeds, Iterable)):
+        raise TypeError(f"{wanted}, but got {seeds!r}")
+    found = range(count) if count is not None else list(seeds)  # type: ignore[arg-type]
+    if not found:
+        raise ValueError(f"{wanted}, but got {seeds!r}")
+    if isinstance(found, range):
+        return found
+    numbers = []
+    for each in found:
+        if (number := _index(each)) is None or not 0 <= number < 2**64:
+            raise ValueError(f"{wanted}, each from 0 to 2**64 - 1, but got {each!r}")
+        numbers.append(number)
+    return numbers
+
+
+def _index(value: Any) -> int | None:
+    """The value of an integer of any type, also NumPy's and PyTorch's, but not of a bool."""
+    if isinstance(value, bool) or getattr(value, "ndim", 0):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+class Exploration:
+    """One call of `schedules`. With several ranks, each makes the call, and they run the same orders in lockstep."""
+
+    def __init__(self, program: Callable[..., Any], args: Any, seeds: Sequence[int], rtol: float, atol: float) -> None:
+        if not callable(program):
+            raise TypeError(
+                f"schedules: expected a function to call, but got {program!r}; pass the function itself, as in "
+                "schedules(program, seeds=200), not its result"
+            )
+        if inspect.iscoroutinefunction(program):
+            raise TypeError(
+                f"schedules: expected a program that runs when it is called, but got the coroutine function {program!r}; "
+                "pass lambda: asyncio.run(program())"
+            )
+        if _C.is_current_stream_capturing():
+            raise RuntimeError("schedules: the current stream is being captured; call it outside the capture")
+        for name, value in (("rtol", rtol), ("atol", atol)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"schedules: expected {name} to be a finite number, at least 0, but got {value!r}")
+        self.patience = 30.0  # seconds that an order may wait for something that its own threads do not do
+        self.program, self.args, self.seeds, self.rtol, self.atol = program, args, seeds, rtol, atol
+
+    def run(self) -> Schedules:
+        report = Schedules(self.seeds)
+        with alone():
+            self.state, self.ranks = State(), Ranks(seeds=self.seeds, rtol=self.rtol, atol=self.atol)
+            begun = time.monotonic()
+            self.base = self.one()
+            self.patience = max(PATIENCE, 5 * (time.monotonic() - begun))
+            self.ranks.raise_first(self.base.error)
+            first, self.base = self.base, self.one(located=True)
+            if what := self.differs(first):
+                raise ValueError(_two_results(what))
+            self.logs = self.ranks.gather([each for each in self.base.log if each.what != "run"])  # by rank
+            report.work = sum(each.what == "launch" for log in self.logs for each in log)
+            if not report.work:
+                raise ValueError(
+                    "schedules: the program queues no work on openreg, so there is nothing to order; run operators on the "
+                    "device's tensors inside the program (what is drawn on the host is not queued)"
+                )
+            for seed in self.seeds:
+                self.ranks.order = f"in the order of seed {seed}"
+                outcome = self.one(**self.order(seed))
+                report.orders += 1
+                report.fingerprints[seed] = _fingerprint(outcome.log)
+                if what := self.differs(outcome):
+                    self.confirm(seed, outcome)
+                    report.difference = self.explain(seed, what, outcome)
+                    report.difference.orders = report.orders
+                    break
+        return report
+
+    # ---- one order ----
+
+    def one(self, exceptions: Sequence[Deviation] = (), **order: Any) -> Outcome:
+        """Run the program in the order of a seed, or in its own order with exceptions."""
+        own = [each.what for each in exceptions if each.rank == self.ranks.rank]
+        order["late"] = [each for each in own if isinstance(each, Late)]
+        order["switches"] = [each for each in own if isinstance(each, Switch)]
+        self.state.restore()
+        values: dict[str, Any] = {}
+        error: Exception | None = None
+        log: list[Any] = []
+        interrupts = Interrupts()
+        interrupts.wait()
+        try:
+            _C.begin_order(**order, others=others(), patience=self.patience)
+            with (
+                without_collector(),
+                controlled() as of_threads,
+                torch.autograd.set_multithreading_enabled(False),
+            ):
+                try:
+                    try:
+                        interrupts.handle()
+                        result = self.program(*self.args)
+                        _C.pass_point(RETURN)
+                        values = values_of(result)
+                        values["the exceptions that end joined threads"] = ", ".join(sorted(of_threads)) or "none"
+                    except Exception as raised:
+                        if interrupts.behind(raised):
+                            raise KeyboardInterrupt from raised
+                        error = raised
+                    log = _C.end_order()
+                finally:
+                    try:
+                        interrupts.wait()
+                    finally:  # Ctrl-C may have come before
+                        interrupts.wait()
+                        _C.abandon_order()
+        finally:
+            try:
+                interrupts.handle()
+                for device in range(torch.openreg.device_count()):
+                    try:
+                        torch.openreg.synchronize(device)  # raises what queued work has raised
+                    except torch.AcceleratorError as raised:
+                        error = error or raised
+            finally:
+                interrupts.wait()
+                self.state.restore()
+                interrupts.handle()
+        return Outcome(values, error, [Action(what, Step(*step), *rest) for what, step, *rest in log])
+
+    def differs(self, outcome: Outcome, other: Outcome | None = None) -> str | None:
+        """How an outcome differs from the program's own, or from another, on the first rank where it does."""
+        what = outcome.differs(other or self.base, self.rtol, self.atol)
+        if outcome.error:
+            outcome.error.with_traceback(None)  # the traceback would keep the order's tensors alive
+        return self.ranks.first(what)
+
+    def confirm(self, seed: int, outcome: Outcome) -> None:
+        """Raise unless the program's own order and the order of this seed both give the same results again."""
+        if what := self.differs(self.one()):
+            raise ValueError(_two_results(what))
+        for _ in range(TRIES):
+            again = self.one(**self.order(seed))
+            what = self.differs(again, outcome)
+            if not what:
+                return
+            if not self.ranks.first("another order" if _fingerprint(again.log) != _fingerprint(outcome.log) else None):
+                raise ValueError(_two_results(what))
+        raise ValueError(
+            f"schedules: the program gives a different result in an order of seed {seed}, but the seed does not repeat that "
+            f"order, so it cannot be examined: {outcome.differs(self.base, self.rtol, self.atol)}. A thread of the program "
+            "blocks where the scheduler cannot see it, as in a pipe or a DataLoader; look for a missing wait there, or "
+            "leave that part out of the program"
+        )
+
+    def order(self, seed: int) -> dict[str, Any]:
+        if seed >= RANDOM and (exceptions := self.bounded(seed - RANDOM)):
+            return {"exceptions": exceptions}
+        own = (seed + self.ranks.rank * 0x9E3779B97F4A7C15) % 2**64
+        return {"random": True, "seed": own, "length": len(self.base.log)}
+
+    def bounded(self, number: int) -> list[Deviation]:
+        """The exceptions of order `number`: the first orders have one exception, later ones two. Empty after the last."""
+        single: list[Deviation] = []
+        for rank, log in enumerate(self.logs):
+            single += [Deviation(rank, Late(e.step, e.step, True, 0)) for e in log if e.what == "launch"]
+        for rank, log in enumerate(self.logs):
+            steps = [each.step for each in log if each.step.thread >= 0]
+            threads = sorted({step.thread for step in steps})
+            single += [Deviation(rank, Switch(s, to)) for s in steps for to in threads if to != s.thread]
+        if number < len(single):
+            return [single[number]]
+        pairs = itertools.combinations(single, 2)
+        return list(next(itertools.islice(pairs, number - len(single), None), ()))
+
+    # ---- a shorter order ----
+
+    def explain(self, seed: int, what: str, outcome: Outcome) -> Difference:
+        self.trials = 0
+        exceptions = [
+            Deviation(rank, each)
+            for rank, some in enumerate(self.ranks.gather(_exceptions(outcome.log)))
+            for each in some
+        ]
+        if not exceptions:
+            raise ValueError(_two_results(what))
+        if self.fails(exceptions):
+            exceptions = self.sooner(self.nearer(self.fewer(exceptions)))
+        at_host = {each for each in exceptions if isinstance(each.what, Late) and self.is_at_host(each, exceptions)}
+        shown = self.one(exceptions, located=True)
+        what = self.differs(shown) or what
+        races = self.races()
+        own = [each for each in exceptions if each.rank == self.ranks.rank]
+        late = [each.what.item for each in own if isinstance(each.what, Late)]
+        told = Explanation(shown.log, late, {each.what.item for each in own if each in at_host})  # type: ignore[union-attr]
+        parts = self.ranks.gather((told.order(len(own) - len(late)), told.missing(races) if own else "", told.names()))
+        order = [heading(sum(each.what == "launch" for log in self.logs for each in log), len(exceptions))]
+        for rank, (lines, _, _) in enumerate(parts):
+            order += [f"  on rank {rank}:"] * (self.ranks.size > 1 and bool(lines)) + lines
+        missing = next((text for _, text, _ in parts if text), told.missing(races))
+        return Difference(seed, what, order, missing, [name for _, _, names in parts for name in names])
+
+    def fails(self, exceptions: Sequence[Deviation]) -> bool:
+        outcome = self.one(exceptions)
+        self.trials += 10 if "ends in a deadlock" in str(outcome.error) else 1  # a deadlock takes time to find
+        return self.differs(outcome) is not None
+
+    def fewer(self, exceptions: list[Deviation]) -> list[Deviation]:
+        """Delta debugging: drop the exceptions that the difference does not need."""
+        parts = 2
+        while len(exceptions) > 1 and self.trials < TRIALS:
+            size = -(-len(exceptions) // parts)
+            chunks = [exceptions[i : i + size] for i in range(0, len(exceptions), size)]
+            rests = [[each for each in exceptions if each not in chunk] for chunk in chunks]
+            for smaller in (*chunks, *rests) if parts > 2 else chunks:
+                if len(smaller) < len(exceptions) and self.fails(smaller):
+                    exceptions, parts = smaller, max(2, parts - 1 if smaller in rests else 2)
+                    break
+            else:
+                if size == 1:
+                    break
+                parts = min(len(exceptions), 2 * parts)
+        return exceptions
+
+    def nearer(self, exceptions: list[Deviation]) -> list[Deviation]:
+        """Choose the late work that is launched last. Work that waits for late work is late too, but is not the cause."""
+        for i, (rank, late) in enumerate(exceptions):
+            launches = [each.step for each in self.logs[rank] if each.what == "launch"]
+            if not isinstance(late, Late) or late.item not in launches:
+                continue
+            for item in reversed(launches[launches.index(late.item) + 1 :]):
+                tried = [*exceptions[:i], Deviation(rank, Late(item, item, True, late.rank)), *exceptions[i + 1 :]]
+                if self.trials >= TRIALS:
+                    break
+                if self.fails(tried):
+                    exceptions = tried
+                    break
+        return exceptions
+
+    def sooner(self, exceptions: list[Deviation]) -> list[Deviation]:
+        """Run each late piece of work as early as the difference allows, just behind the work that it conflicts with."""
+        for i, (rank, late) in enumerate(exceptions):
+            steps = [each.step for each in self.logs[rank] if each.what != "query"]
+            if not isinstance(late, Late) or late.item not in steps:
+                continue
+            steps = steps[steps.index(late.item) :]
+            low, high = 0, len(steps)  # the first that fails, from low to high; len(steps) if none does
+            while low < high and self.trials < 2 * TRIALS:
+                middle = (low + high) // 2
+                tried = Deviation(rank, Late(late.item, steps[middle], False, late.rank))
+                if self.fails([*exceptions[:i], tried, *exceptions[i + 1 :]]):
+                    high, exceptions = middle, [*exceptions[:i], tried, *exceptions[i + 1 :]]
+                else:
+                    low = middle + 1
+        return exceptions
+
+    def is_at_host(self, one: Deviation, exceptions: list[Deviation]) -> bool:
+        """Whether late work conflicts with the host rather than with the work launched at the step that it waits for."""
+        rank, late = one
+        assert isinstance(late, Late)
+        if late.needed or not any(each.what == "launch" and each.step == late.after for each in self.logs[rank]):
+            return False
+        others = [e for e in exceptions if e.rank != rank or not isinstance(e.what, Late) or e.what.item != late.after]
+        return self.fails([*others, Deviation(rank, Late(late.after, late.after, False, late.rank + 1))])
+
+    def races(self) -> list[Any]:
+        """What the race detector reports for the program's own order."""
+        from openreg_ops import sanitizer
+
+        found: list[Any] = []
+        with sanitizer.sanitize(found.extend):
+            self.one()
+        return found
+
+
+def _two_results(what: str) -> str:
+    return (
+        "schedules: the program gives two results in the same order, so no order can be compared with it: "
+        f"{what}. Seed its random numbers, start it from the same state each time, or allow the difference with rtol and "
+        "atol"
+    )
+
+
+def _exceptions(log: list[Action]) -> list[Late | Switch]:
+    """The exceptions that turn the program's order into this one."""
+    found: list[Late | Switch] = []
+    last: Step | None = None
+    for i, action in enumerate(log):
+        if action.what == "run":
+            if last is not None and (log[i - 1].what != "launch" or log[i - 1].step != action.step):
+                found.append(Late(action.step, last, False, i))
+            continue
+        if last is not None and action.step.thread != last.thread and min(action.step.thread, last.thread) >= 0:
+            found.append(Switch(last, action.step.thread))
+        last = action.step
+    return found
+
+
+def _fingerprint(log: list[Action]) -> str:
+    text = "\n".join(f"{each.what} {tuple(each.step)} {each.place} {each.name}" for each in log)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,164 @@
+"""Describes an order of streams (explore.py) and the wait that is missing in it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["RETURN", "Action", "Explanation", "Step", "heading", "pieces", "plain", "raised"]
+
+
+class Step(NamedTuple):
+    """A step of a host thread: a launch, a wait or a query; see Note [Schedules]."""
+
+    thread: int  # -1: a thread that the schedule does not control
+    number: int
+    poll: int
+
+
+class Action(NamedTuple):
+    """Something that happened in an order."""
+
+    what: str  # launch, run, wait, query
+    step: Step  # of work that runs, the step that launched it
+    stream: tuple[int, int]  # device, id
+    place: int  # the stream's index in the order
+    name: str
+    where: str  # in the program, "train.py:12"
+
+
+def pieces(count: int) -> str:
+    return f"{count} piece{'s' * (count != 1)} of work"
+
+
+def plain(error: BaseException | None) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def raised(error: BaseException | None) -> str:
+    """The type and message of an exception; only the message if the type is private."""
+    if error is None:
+        return "nothing"
+    name = type(error).__name__
+    return plain(error) if name.startswith("_") else f"{name}: {plain(error)}"
+
+
+def _stream(action: Action) -> str:
+    device, id = action.stream
+    return f"stream {id} of openreg:{device}" if id else f"the default stream of openreg:{device}"
+
+
+COLLECTIVES = 65  # the id of the queue of a device's collectives: kStreams
+RETURN = "return"  # the name of the step at which the program has returned
+
+
+def heading(work: int, exceptions: int) -> str:
+    return (
+        f"The shortest order that shows it is the program's order of {pieces(work)}, with {exceptions} "
+        f"exception{'s' * (exceptions != 1)}:"
+    )
+
+
+class Explanation:
+    """Describes an order with a few exceptions: for each late piece of work, the work that it ran just behind.
+
+    `at_host` is the late work that conflicts with an action of the host between two steps, whatever runs meanwhile.
+    """
+
+    def __init__(self, log: list[Action], late: list[Step], at_host: set[Step]) -> None:
+        self.log = log
+        self.launches = {each.step: each for each in log if each.what == "launch"}
+        self.late = [self.launches[step] for step in late if step in self.launches]
+        self.host = [each for each in log if each.what != "run"]
+        self.at_host = at_host
+
+    def behind(self, item: Action) -> Action | None:
+        """The work of another stream that the late work `item` ran just behind, or None if the host continued instead."""
+        ran = next((i for i, each in enumerate(self.log) if each.what == "run" and each.step == item.step), 0)
+        for each in reversed(self.log[:ran]):
+            if each.what != "run":
+                break
+            if each.stream != item.stream and item.step not in self.at_host:
+                return self.launches.get(each.step)
+        return None
+
+    def between(self, item: Action) -> tuple[Action, Action]:
+        """The host's steps just before and just after the action that came too early."""
+        ran = next(i for i, each in enumerate(self.log) if each.what == "run" and each.step == item.step)
+        before = [each for each in self.log[:ran] if each.what != "run"]
+        return before[-2] if len(before) > 1 else before[-1], before[-1]
+
+    def work(self, launch: Action) -> str:
+        name = (
+            f"the collective {launch.name}"
+            if launch.stream[1] == COLLECTIVES
+            else f"{launch.name} on {_stream(launch)}"
+        )
+        return f"{name}, launched at {launch.where}" if launch.where else name
+
+    def names(self) -> list[str]:
+        return [each.name for each in self.late]
+
+    def order(self, threads: int) -> list[str]:
+        lines = []
+        for item in self.late:
+            if behind := self.behind(item):
+                then = f"runs only after {self.work(behind)}"
+            else:
+                then = f"runs only after {self.host_did(item)}"
+            lines += [f"  late: {self.work(item)}", f"        {then}"]
+        if threads:
+            lines.append(f"  another thread continues in {threads} place{'s' * (threads != 1)}")
+        return lines
+
+    def host_did(self, item: Action) -> str:
+        before, after = self.between(item)
+        if self.returned(after):
+            return "the program has returned and its result is read"
+        if after.name == RETURN:
+            return f"the host has gone from {before.where} to the program's end"
+        if before.where == after.where:
+            return f"the host has gone past {after.where}"
+        return f"the host has gone from {before.where} to {after.where}"
+
+    def returned(self, step: Action) -> bool:
+        names = [each.name for each in self.host]
+        return RETURN in names and self.host.index(step) > names.index(RETURN)
+
+    def missing(self, races: list[Any]) -> str:
+        """The wait that is missing; the race detector's remedy if it sees the same two accesses."""
+        if not self.late:
+            return "nothing orders the program's threads; use a lock, an event or a join"
+        item = self.late[0]
+        behind = self.behind(item)
+        late = _stream(item)
+        if not behind and self.returned(self.between(item)[1]) and item.stream[1] != COLLECTIVES:
+            return (
+                f"the program does not wait for {late} before it returns. Call wait_stream() on the current stream with it. "
+                f"For a result in host memory, call synchronize() on an event recorded there after {item.where}"
+            )
+        places = [behind.where] if behind else [each.where for each in self.between(item)]
+        for race in sorted(races, key=lambda race: race.previous_access.freed is not None):
+            if _at(race.previous_access, [item.where]) and (place := _at(race.current_access, places)):
+                return race._remedy() + f" This access is at {place}." * ("this access" in race._remedy())
+        if item.stream[1] == COLLECTIVES:
+            return f"call wait() on the Work of {item.name}, launched at {item.where}, before its tensors are used"
+        if behind:
+            return (
+                f"{_stream(behind)} does not wait for {late} between {item.where} and {behind.where}. Call its "
+                f"wait_stream() with {late}, or its wait_event() with an event recorded there after {item.where}. If the "
+                "tensor that the late work uses was freed, call its record_stream() first"
+            )
+        return (
+            f"the host does not wait for {late}. Before it uses the result, call synchronize() on {late}, or on an event "
+            f"recorded there after {item.where}"
+        )
+
+
+def _at(access: Any, places: list[str]) -> str | None:
+    """The one of these places where an access of the race detector is made."""
+    trace = "".join(access.stack_trace.format())
+    for place in filter(None, places):
+        path, _, line = place.rpartition(":")
+        if f'"{path}", line {line},' in trace:
+            return place
+    return None

@@ -1,0 +1,35 @@
+"""What we patch in PyTorch: places where it has a list of devices. docs/pytorch-internals.md has a row for each patch.
+
+autocast.py          autocast without a device's name
+backward.py          the thread that runs backward
+checkpoint.py        which device's random numbers activation checkpointing restores
+data_parallel.py     torch.nn.DataParallel and torch.nn.parallel.comm
+dlpack.py            DLPack
+import_hooks.py      runs a patch when PyTorch imports a module later
+jagged_attention.py  attention of jagged nested tensors
+multiprocessing.py   tensors sent to other processes
+tags.py              copy.deepcopy of a tensor with a tag
+"""
+
+from openreg_ops.torch_patches import (
+    autocast,
+    backward,
+    checkpoint,
+    data_parallel,
+    dlpack,
+    jagged_attention,
+    multiprocessing,
+    tags,
+)
+
+
+def register() -> None:
+    """Install all patches."""
+    autocast.register()
+    backward.register()
+    checkpoint.register()
+    dlpack.register()
+    multiprocessing.register()
+    tags.register()
+    jagged_attention.register()
+    data_parallel.register()
