@@ -11,7 +11,12 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-@op.operator(differentiable=False)
+def _call(*lists, lr, **options):
+    packet = torch.ops.openreg.adamw_step_
+    return (packet.tensor_lr if isinstance(lr, Tensor) else packet.default)(*lists, lr=lr, **options)
+
+
+@op.operator(differentiable=False, call=_call)
 def adamw_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],

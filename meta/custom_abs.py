@@ -8,7 +8,12 @@ from torch import Tensor
 from openreg_ops.meta import op
 
 
-@op.operator(differentiable=False, batch_first=True, inner=0)
+def _call(input, *, out=None):
+    packet = torch.ops.openreg.custom_abs
+    return packet.default(input) if out is None else packet.out(input, out=out)
+
+
+@op.operator(differentiable=False, batch_first=True, inner=0, call=_call)
 def custom_abs(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """The absolute value of each element, forward only.
 

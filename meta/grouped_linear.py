@@ -80,7 +80,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, weight, bias)
 
 
-@op.operator()
+def _call(x, weights, bias, group_sizes):
+    return torch.ops.openreg.grouped_linear(x, weights, bias or [], group_sizes)
+
+
+@op.operator(call=_call)
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor] | None, group_sizes: Tensor) -> Tensor:
     """Apply a separate linear layer to each group of rows, like the experts of a mixture of experts.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import compress
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_ops import _C
 
-_P, _R = ParamSpec("_P"), TypeVar("_R", covariant=True)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _BATCHED, _VMAP_MODE = torch._C.DispatchKey.FuncTorchBatched, torch._C.DispatchKey.FuncTorchVmapMode
@@ -26,8 +25,9 @@ _RANDOMNESS = (
 )
 _library = torch.library.Library("openreg", "IMPL")
 
-# The public functions by operator name.
-OPERATORS: dict[str, Operator[..., Any]] = {}
+# The public functions by operator name. Each has the attribute `reference`, and those methods of `Definition` that are
+# decorators.
+OPERATORS: dict[str, Any] = {}
 # Sample inputs by operator name, for openreg_ops.testing.check: (device, dtype) -> argument tuples.
 SAMPLES: dict[str, Callable[[str, torch.dtype], Iterable[Any]]] = {}
 # What the operators do with DTensors, by name, for openreg_ops/distributed/sharding.py.
@@ -40,54 +40,6 @@ At = int | str | None
 SUM = "sum"
 
 
-class Operator(Protocol[_P, _R]):
-    """The result of `operator`: a plain function with these attributes."""
-
-    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Call the operator. `reference` has its checks and its plain mathematics, for any device."""
-
-    reference: Callable[_P, _R]
-
-    def fake(self, kernel: _Function) -> _Function:
-        """Decorate the fake kernel: what the operator returns, without data.
-
-        It gets the operator's arguments that it declares, by name, after the operator's check has passed. Without one,
-        the function's body is the fake kernel; an identity operator returns a view, and one without results nothing.
-        """
-
-    def batched(self, rule: _Function) -> _Function:
-        """Decorate the batching rule, which `torch.vmap` runs instead of the operator, on every device.
-
-        It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists, mapped
-        ones given by keyword last) and all of the operator's arguments, and returns the outputs and their out_dims,
-        with the same structure, an int or None for each tensor; or None if the operator returns nothing; or
-        NotImplemented, to map the reference, whose operators have their own rules. If it declares ``vmap``, it also gets
-        the interpreter, which has `batch_size()` and `randomness()`.
-        Like `torch.library.register_vmap`, but does not import functorch before it is used.
-        """
-
-    def sharded(self, rule: _Function) -> _Function:
-        """Decorate the rule for DTensors: the placements of the arguments with which the operator can run on each
-        device's part.
-
-        It is called for each dimension of the mesh, gets the operator's arguments that it declares by name,
-        and yields ``inputs, outputs``: a dict with the placement of each argument (an `At`; a list of them for a list
-        of tensors; omitted arguments are replicated), and a tuple with the `At` of each output. You do not have to yield the
-        case where all are replicated. The rule sees a tensor's ``shape``, ``dim()`` and ``at``, its present placement;
-        if it declares ``shards``, it also gets the number of devices along the dimension.
-        """
-
-    def distributed(self, function: _Function) -> _Function:
-        """Decorate a function that runs instead of the operator on DTensors, if a placement rule is not enough.
-
-        It gets ``shards``, an `openreg_ops.distributed.sharding.Shards`, first, and the operator's arguments that it
-        declares, by name.
-        """
-
-    def samples(self, generator: _Function) -> _Function:
-        """Decorate a generator of sample inputs, argument tuples, from (device, dtype)."""
-
-
 def operator(
     *,
     differentiable: bool = True,
@@ -95,7 +47,8 @@ def operator(
     batch_first: Collection[str] | Literal[True] = (),
     inner: int | None = None,
     random: bool = False,
-) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
+    call: Callable[..., Any] | None = None,
+) -> Callable[[_Function], _Function]:
     """Turn a documented function of plain PyTorch into the public function of the operator with its name.
 
     Callers of the name get ``torch.ops.openreg.NAME``. The function's body, after the check in csrc/ops/NAME.cpp, is
@@ -113,111 +66,201 @@ def operator(
             all results agree. Leave it out for an operator with its own rule for DTensors.
         random: the batching rule is called even if no argument is mapped. If the interpreter's `randomness()` is "error",
             PyTorch's error is raised.
+        call: calls the operator with the function's arguments, where that takes more than passing them on: it chooses
+            among several overloads, or replaces None.
     """
 
-    def define(function: Callable[_P, _R]) -> Operator[_P, _R]:
-        name = function.__name__
-        check = _C.check_of(name)
-        packet = getattr(torch.ops.openreg, name)
-        overloads = [name if overload == "default" else f"{name}.{overload}" for overload in packet.overloads()]
-        positional, keywords = _parameters(function)
-        defaults = dict(zip(reversed(positional), reversed(function.__defaults__ or ()), strict=False))
-        defaults |= function.__kwdefaults__ or {}
-
-        def bound(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-            """All arguments by name: the dispatcher leaves defaults out."""
-            return {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
-
-        def known(by: Callable[..., Any], *more: str) -> None:
-            if unknown := set(parameters(by)).difference(positional, keywords, more):
-                raise TypeError(f"{by.__qualname__} takes {', '.join(unknown)}, which {name} does not")
-
-        def fake(given: _Function) -> _Function:
-            nonlocal kernel, takes
-            known(given)
-            kernel, takes = given, parameters(given)
-            return given
-
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            given = bound(args, kwargs)
-            if check is not None:
-                check(*(given[each] for each in (*positional, *keywords)))
-            return kernel(**{each: given[each] for each in takes})
-
-        def batched(given: _Function) -> _Function:
-            nonlocal rule, takes_vmap
-            rule, takes_vmap = given, "vmap" in inspect.signature(given).parameters
-            return given
-
-        def samples(generator: _Function) -> _Function:
-            SAMPLES[name] = generator
-            return generator
-
-        def into(table: dict[str, Any], *more: str) -> Callable[[_Function], _Function]:
-            def put(given: _Function) -> _Function:
-                known(given, *more)
-                table[name] = given
-                return given
-
-            return put
-
-        def vmap(*args: Any, **kwargs: Any) -> Any:
-            from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-            from torch._functorch.vmap import _add_batch_dim, unwrap_batched
-
-            given = bound(args, kwargs)
-            args, kwargs = tuple(given[each] for each in positional), {each: given[each] for each in keywords}
-            interpreter = retrieve_current_functorch_interpreter()
-            level = interpreter.level()
-            (plain, options), (dims, option_dims) = unwrap_batched((args, kwargs), level)
-            in_dims = (*dims, *(dim for dim in option_dims.values() if dim is not None))
-            if random:
-                torch._check(interpreter.randomness() != "error", lambda: _RANDOMNESS)
-            if takes_vmap:
-                options["vmap"] = interpreter
-            with torch._C._ExcludeDispatchKeyGuard(_VMAP):
-                if not random and all(dim is None for dim in tree_leaves(in_dims, is_leaf=lambda dim: dim is None)):
-                    return public(*args, **kwargs)
-                result = rule(in_dims, *plain, **options)
-            if result is NotImplemented:
-                return reference(*args, **kwargs)
-            if result is None:
-                return None
-            return tree_map(lambda x, dim: x if dim is None else _add_batch_dim(x, dim, level), *result)
-
-        rule, takes_vmap = _batch_first(packet, positional, batch_first), False
+    def define(function: _Function) -> _Function:
+        definition = Definition(function, identity, batch_first, random)
+        name, packet = definition.name, definition.packet
+        call_operator = call or packet.default
         if inner is not None:
-            together = [*positional, *keywords] if batch_first is True else [*batch_first]
-            if not together:
-                raise TypeError(f"{name}: inner needs batch_first, which names the arguments that are sharded together")
-            placed = functools.partial(_sharded_together, together, len(packet.default._schema.returns), inner)
-            SHARDED[name] = _derive(function, f"_placed({together[0]})", _placed=placed)
-        every = ", ".join([*positional, *(f"{each}={each}" for each in keywords)])
-        looks = f"_check({', '.join([*positional, *keywords])}), " if check is not None else ""
-        reference = _derive(function, f"({looks}_body({every}),)[-1]", _check=check, _body=function)
-        public: Any = _derive(function, _public(packet, function))
-        _register_builtin(public, f"openreg::{name}")  # else TorchScript would compile the body
-        public.reference, public.fake, public.batched, public.samples = reference, fake, batched, samples
-        public.sharded, public.distributed = into(SHARDED, "shards"), into(DISTRIBUTED, "shards")
-        kernel = function if packet.default._schema.returns else _derive(function, "None")
-        if identity:
-            kernel = _derive(function, f"_alias({positional[0]})", _alias=torch.ops.aten.alias.default)
-        takes = parameters(kernel)
+            SHARDED[name] = definition.sharded_together(batch_first, inner)
+
+        @functools.wraps(function)
+        def public(*args: Any, **kwargs: Any) -> Any:
+            return call_operator(*args, **kwargs)
+
+        @functools.wraps(function)
+        def reference(*args: Any, **kwargs: Any) -> Any:
+            definition.checked(args, kwargs)
+            return function(*args, **kwargs)
+
+        def mapped(*args: Any, **kwargs: Any) -> Any:
+            return definition.vmap(reference, args, kwargs)
+
         # register_fake asks inspect for the caller's module, which looks through all modules for a file that it has
         # not seen: a third of the time in which this package is imported.
         inspect.modulesbyfile.setdefault(function.__code__.co_filename, function.__module__)
-        for overload in overloads:
-            torch.library.register_fake(f"openreg::{overload}", checked, lib=_library, _stacklevel=2)
+        for overload in packet.overloads():
+            full = name if overload == "default" else f"{name}.{overload}"
+            torch.library.register_fake(f"openreg::{full}", definition.run_fake, lib=_library, _stacklevel=2)
             if not identity:
-                _library.impl(overload, reference, "CompositeExplicitAutograd")
+                _library.impl(full, reference, "CompositeExplicitAutograd")
                 if differentiable:
-                    _library.impl(overload, reference, "Autograd")
+                    _library.impl(full, reference, "Autograd")
             # Every call inside vmap passes its mode; a call with a mapped argument passes FuncTorchBatched.
-            _library.impl(overload, vmap, "FuncTorchVmapMode" if random else "FuncTorchBatched")
+            _library.impl(full, mapped, "FuncTorchVmapMode" if random else "FuncTorchBatched")
+        _register_builtin(public, f"openreg::{name}")  # else TorchScript would compile the body
+        public.reference = reference
+        for decorator in ("fake", "batched", "sharded", "distributed", "samples"):
+            setattr(public, decorator, getattr(definition, decorator))
         OPERATORS[name] = public
         return public
 
     return define
+
+
+class Definition:
+    """What a meta file says about one operator, and what PyTorch calls with it."""
+
+    def __init__(
+        self, function: Callable[..., Any], identity: bool, batch_first: Collection[str] | Literal[True], random: bool
+    ) -> None:
+        self.name, self.random = function.__name__, random
+        self.packet = getattr(torch.ops.openreg, self.name)
+        self.signature = inspect.signature(function)
+        self.check = _C.check_of(self.name)
+        self.rule = self.move_to_front(batch_first)
+        self.kernel: Callable[..., Any] = function  # fake
+        if identity:
+            self.kernel = lambda **given: torch.ops.aten.alias.default(next(iter(given.values())))
+        elif not self.packet.default._schema.returns:
+            self.kernel = lambda **given: None
+
+    # ---- decorators of the meta file ----
+
+    def fake(self, kernel: _Function) -> _Function:
+        """Decorate the fake kernel: what the operator returns, without data.
+
+        It gets the operator's arguments that it declares, by name, after the operator's check has passed. Without one,
+        the function's body is the fake kernel; an identity operator returns a view, and one without results nothing.
+        """
+        self.expect_known(kernel)
+        self.kernel = kernel
+        return kernel
+
+    def batched(self, rule: _Function) -> _Function:
+        """Decorate the batching rule, which `torch.vmap` runs instead of the operator, on every device.
+
+        It is called with ``in_dims`` (the dimension to map over, or None, of each argument, nested for lists, mapped
+        ones given by keyword last) and all of the operator's arguments, and returns the outputs and their out_dims,
+        with the same structure, an int or None for each tensor; or None if the operator returns nothing; or
+        NotImplemented, to map the reference, whose operators have their own rules. If it declares ``vmap``, it also gets
+        the interpreter, which has `batch_size()` and `randomness()`.
+        Like `torch.library.register_vmap`, but does not import functorch before it is used.
+        """
+        self.rule = rule
+        return rule
+
+    def sharded(self, rule: _Function) -> _Function:
+        """Decorate the rule for DTensors: the placements of the arguments with which the operator can run on each
+        device's part.
+
+        It is called for each dimension of the mesh, gets the operator's arguments that it declares by name,
+        and yields ``inputs, outputs``: a dict with the placement of each argument (an `At`; a list of them for a list
+        of tensors; omitted arguments are replicated), and a tuple with the `At` of each output. You do not have to yield
+        the case where all are replicated. The rule sees a tensor's ``shape``, ``dim()`` and ``at``, its present
+        placement; if it declares ``shards``, it also gets the number of devices along the dimension.
+        """
+        self.expect_known(rule, "shards")
+        SHARDED[self.name] = rule
+        return rule
+
+    def distributed(self, function: _Function) -> _Function:
+        """Decorate a function that runs instead of the operator on DTensors, if a placement rule is not enough.
+
+        It gets ``shards``, an `openreg_ops.distributed.sharding.Shards`, and the operator's arguments that it declares,
+        by name.
+        """
+        self.expect_known(function, "shards")
+        DISTRIBUTED[self.name] = function
+        return function
+
+    def samples(self, generator: _Function) -> _Function:
+        """Decorate a generator of sample inputs, argument tuples, from (device, dtype)."""
+        SAMPLES[self.name] = generator
+        return generator
+
+    def expect_known(self, function: Callable[..., Any], *more: str) -> None:
+        if unknown := set(parameters(function)).difference(self.signature.parameters, more):
+            raise TypeError(f"{function.__qualname__} takes {', '.join(unknown)}, which {self.name} does not")
+
+    # ---- what PyTorch calls ----
+
+    def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+        """All arguments: the dispatcher leaves defaults out."""
+        given = self.signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return given
+
+    def checked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments by name, after the operator's check."""
+        given = self.bound(args, kwargs).arguments
+        if self.check is not None:
+            self.check(*given.values())
+        return given
+
+    def run_fake(self, *args: Any, **kwargs: Any) -> Any:
+        return call_with(self.kernel, self.checked(args, kwargs))
+
+    def vmap(self, reference: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The operator inside `torch.vmap`, by the batching rule."""
+        from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+        from torch._functorch.vmap import _add_batch_dim, unwrap_batched
+
+        given = self.bound(args, kwargs)
+        interpreter = retrieve_current_functorch_interpreter()
+        level = interpreter.level()
+        (plain, options), (dims, option_dims) = unwrap_batched((given.args, given.kwargs), level)
+        in_dims = (*dims, *(dim for dim in option_dims.values() if dim is not None))
+        if self.random:
+            torch._check(interpreter.randomness() != "error", lambda: _RANDOMNESS)
+        if "vmap" in parameters(self.rule):
+            options["vmap"] = interpreter
+        with torch._C._ExcludeDispatchKeyGuard(_VMAP):
+            if not self.random and all(dim is None for dim in tree_leaves(in_dims, is_leaf=lambda dim: dim is None)):
+                return OPERATORS[self.name](*given.args, **given.kwargs)
+            result = self.rule(in_dims, *plain, **options)
+        if result is NotImplemented:
+            return reference(*args, **kwargs)
+        if result is None:
+            return None
+        return tree_map(lambda x, dim: x if dim is None else _add_batch_dim(x, dim, level), *result)
+
+    # ---- rules that follow from `batch_first` and `inner` ----
+
+    def move_to_front(self, batch_first: Collection[str] | Literal[True]) -> Callable[..., Any]:
+        """The batching rule of an operator whose arguments in `batch_first` take one more leading dimension."""
+        names = [each.name for each in self.signature.parameters.values() if each.kind is not each.KEYWORD_ONLY]
+        chosen = [batch_first is True or name in batch_first for name in names]
+
+        def rule(in_dims: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            if any(dim is not None for dim, moves in zip(in_dims, chosen, strict=True) if not moves):
+                return NotImplemented
+            moved = iter(all_batch_first([*compress(in_dims, chosen)], [*compress(args, chosen)]))
+            out = self.packet.default(
+                *(next(moved) if moves else x for x, moves in zip(args, chosen, strict=True)), **kwargs
+            )
+            return out, tree_map(lambda _: 0, out)
+
+        return rule
+
+    def sharded_together(self, batch_first: Collection[str] | Literal[True], inner: int) -> Callable[..., Any]:
+        """The rule for DTensors of an operator with `inner`: the arguments in `batch_first` and all results are sharded
+        along one dimension."""
+        names = [*self.signature.parameters] if batch_first is True else [*batch_first]
+        if not names:
+            raise TypeError(
+                f"{self.name}: inner needs batch_first, which names the arguments that are sharded together"
+            )
+        outputs = len(self.packet.default._schema.returns)
+
+        def rule(**given: Any) -> Iterable[Any]:
+            for d in range(given[names[0]].dim() - inner):
+                yield dict.fromkeys(names, d), (d,) * outputs
+
+        return rule
 
 
 def reference_of(name: str) -> Callable[..., Any]:
@@ -225,82 +268,17 @@ def reference_of(name: str) -> Callable[..., Any]:
     return OPERATORS[name].reference
 
 
-def parameters(function: Callable[..., Any]) -> list[str]:
-    """The names of all its parameters."""
-    return [each for group in _parameters(function) for each in group]
+@functools.cache
+def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a function's parameters; "**" stands for ``**kwargs``."""
+    found = inspect.signature(function).parameters.values()
+    return tuple("**" if each.kind is each.VAR_KEYWORD else each.name for each in found)
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the positional and of the keyword-only ones."""
-    code = function.__code__
-    end = code.co_argcount + code.co_kwonlyargcount
-    return code.co_varnames[: code.co_argcount], code.co_varnames[code.co_argcount : end]
-
-
-def _derive(like: Callable[..., Any], expression: str, **free: Any) -> Callable[..., Any]:
-    """A function with the parameters, name and source location of `like` that returns an expression of them and `free`.
-
-    It is compiled from text, like the methods of `dataclasses`, so a call packs no arguments.
-    """
-    positional, keywords = _parameters(like)
-    parameters = ", ".join([*positional, *(["*", *keywords] if keywords else [])])
-    function = eval(f"lambda {', '.join(free)}: lambda {parameters}: {expression}")(**free)
-    at = like.__code__
-    function.__code__ = function.__code__.replace(
-        co_name=at.co_name, co_qualname=at.co_qualname, co_filename=at.co_filename, co_firstlineno=at.co_firstlineno
-    )
-    function.__defaults__, function.__kwdefaults__ = like.__defaults__, like.__kwdefaults__
-    return functools.update_wrapper(function, like)
-
-
-def _public(packet: Any, function: Callable[..., Any]) -> str:
-    """The source of a call of the operator, which passes an empty list for a list that is None.
-
-    If there are several overloads, it calls the one whose own arguments are given, and are tensors where the others
-    take numbers.
-    """
-    positional, keywords = _parameters(function)
-    values = {each: each for each in positional} | {each: f"{each}={each}" for each in keywords}
-    for each, annotation in function.__annotations__.items():
-        if str(annotation).startswith("Sequence") and str(annotation).endswith("None"):
-            values[each] += " or []"
-
-    def call(overload: str, names: Iterable[str]) -> str:
-        return f"torch.ops.openreg.{function.__name__}.{overload}({', '.join(values[each] for each in names)})"
-
-    if packet.overloads() == ["default"]:
-        return call("default", values)
-    types = {
-        overload: {each.name: str(each.type) for each in getattr(packet, overload)._schema.arguments}
-        for overload in packet.overloads()
-    }
-    common = types.pop("default")
-    text = call("default", common)
-    for overload, own in types.items():
-        added = [f"{each} is not None" for each in own if each not in common]
-        tensors = [f"isinstance({each}, Tensor)" for each in own if each in common and own[each] != common[each]]
-        text = f"{call(overload, own)} if {' and '.join(added + tensors)} else {text}"
-    return text
-
-
-def _batch_first(packet: Any, names: Sequence[str], first: Collection[str] | Literal[True]) -> Callable[..., Any]:
-    """The batching rule of an operator whose arguments in `first` take one more leading dimension."""
-    chosen = [first is True or name in first for name in names]
-
-    def rule(in_dims: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if any(dim is not None for dim, moves in zip(in_dims, chosen, strict=True) if not moves):
-            return NotImplemented
-        moved = iter(all_batch_first([*compress(in_dims, chosen)], [*compress(args, chosen)]))
-        out = packet.default(*(next(moved) if moves else x for x, moves in zip(args, chosen, strict=True)), **kwargs)
-        return out, tree_map(lambda _: 0, out)
-
-    return rule
-
-
-def _sharded_together(names: Iterable[str], outputs: int, inner: int, x: Any) -> Iterable[Any]:
-    """The rule for DTensors of an operator with `inner`."""
-    for d in range(x.dim() - inner):
-        yield dict.fromkeys(names, d), (d,) * outputs
+def call_with(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """Call a function with the arguments that it declares; with all of them, if it takes ``**kwargs``."""
+    takes = parameters(function)
+    return function(**given) if "**" in takes else function(**{each: given.get(each) for each in takes})
 
 
 def all_batch_first(in_dims: Sequence[int | None], inputs: Sequence[Any], size: int | None = None) -> list[Any]:

@@ -78,7 +78,7 @@ def _combinations(
     seen = {name: see(x) for name, x in given.items()}
     seen["shards"] = mesh.size(along)
     outputs = len(overload._schema.returns)
-    rules = rule(**{name: seen.get(name) for name in op.parameters(rule)})
+    rules = op.call_with(rule, seen)
     name = overload._schema.name.partition("::")[2]
     known = op.parameters(op.OPERATORS[name])
     for inputs, outs in itertools.chain([({}, (None,) * outputs)], rules):
@@ -180,8 +180,6 @@ class Shards:
 
 
 def _in_place_of(overload: torch._ops.OpOverload, function: Callable[..., Any]) -> Callable[..., Any]:
-    takes = op.parameters(function)[1:]
-
     def run(
         cls: type, _function: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -196,7 +194,7 @@ def _in_place_of(overload: torch._ops.OpOverload, function: Callable[..., Any]) 
                         "use torch.distributed.tensor.distribute_tensor"
                     )
         with torch.no_grad():
-            return function(Shards(mesh), **{each: given[each] for each in takes})
+            return op.call_with(function, given | {"shards": Shards(mesh)})
 
     return run
 

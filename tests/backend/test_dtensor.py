@@ -716,7 +716,7 @@ def test_a_rule_has_the_placements_that_are_right_and_no_other(name):
         options = {each: [R, *(d for d, size in enumerate(given[each].shape) if size > 1)] for each in names}
         placements = [dict(zip(names, each, strict=True)) for each in itertools.product(*options.values())]
         of_rule = {}
-        for inputs, outs in rule(**{each: seen.get(each) for each in op.parameters(rule)}):
+        for inputs, outs in op.call_with(rule, seen):
             placement = {each: inputs.get(each) for each in names}
             if placement in placements:
                 of_rule[tuple(placement.values())] = outs
