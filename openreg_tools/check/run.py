@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from openreg_tools.checker.case import FAKE, last_line
-from openreg_tools.checker.checks import UNUSUAL
-from openreg_tools.checker.report import ENDED, Report, Result
+from openreg_tools.check.case import FAKE, last_line
+from openreg_tools.check.checks import UNUSUAL
+from openreg_tools.check.report import ENDED, Report, Result
 from openreg_tools.core import child
 from openreg_tools.forms import Wrong
 
 if TYPE_CHECKING:
-    from openreg_tools.checker.checker import Checks
+    from openreg_tools.check.checker import Checks
 
 Prepare = Callable[..., "Checks"]  # takes `started`, which is called with the report before the samples are made
 ENDS = 20  # how often the operator may end its process before the remaining checks are skipped

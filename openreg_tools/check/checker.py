@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import backends, dispatch
-from openreg_tools.checker import run
-from openreg_tools.checker.case import SEED, Case, Operator, Outcome, last_line, name_of
-from openreg_tools.checker.checks import ANY_LAYOUT, CHECKS, SLOW
-from openreg_tools.checker.checks.derivatives import derivative
-from openreg_tools.checker.report import Report, Result
+from openreg_tools.check import run
+from openreg_tools.check.case import SEED, Case, Operator, Outcome, last_line, name_of
+from openreg_tools.check.checks import ANY_LAYOUT, CHECKS, SLOW
+from openreg_tools.check.checks.derivatives import derivative
+from openreg_tools.check.report import Report, Result
 from openreg_tools.core import child
 from openreg_tools.forms import Wrong
 from openreg_tools.samples import Sample, sample_of

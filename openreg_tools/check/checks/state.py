@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from openreg_tools.checker.case import Case, cotangents, differentiable, gradients, last_line
-from openreg_tools.checker.checks.common import differs, fail, plain, resized, scaled, sizes_of, skip
-from openreg_tools.checker.checks.machine import perturbed
+from openreg_tools.check.case import Case, cotangents, differentiable, gradients, last_line
+from openreg_tools.check.checks.common import differs, fail, plain, resized, scaled, sizes_of, skip
+from openreg_tools.check.checks.machine import perturbed
 from openreg_tools.core import child
 from openreg_tools.samples import Sample
 
