@@ -7,14 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["check"]
-
 
 def __getattr__(name: str) -> Any:
-    if name == "check":
-        from openreg_tools.checker.checker import check
-
-        return check
     if name == "__version__":
         import importlib.metadata
 

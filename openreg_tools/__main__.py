@@ -14,7 +14,7 @@ from openreg_tools.forms import Wrong
 
 # Each names a module with add_arguments(parser) and main(arguments) -> exit status, imported when chosen.
 COMMANDS = {
-    "check": ("openreg_tools.checker.command", "find bugs in a custom operator of any library"),
+    "check": ("openreg_tools.check.command", "find bugs in a custom operator of any library"),
     "compare": ("openreg_tools.compare.command", "find the first operator of a program that differs from a reference"),
     "conformance": ("openreg_tools.conformance.command", "run PyTorch's test databases on a device against the CPU"),
     "drift": ("openreg_tools.drift", "compare two versions of torch, and say which registrations break"),

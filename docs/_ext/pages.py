@@ -314,7 +314,7 @@ def reference_pages() -> tuple[str, str, str, str]:
     tools = ["# openreg_tools", "", "Pure Python, for PyTorch 2.10 to 2.15 and any device.", ""]
     tools += _section(
         "The checker",
-        *_automatic("openreg_tools.checker", ["check", "Sample", "Report"]),
+        *_automatic("openreg_tools.check", ["check", "Sample", "Report"]),
         words="`openreg_ops.testing` has the same names. [The checker](../checker.md) explains each check.",
     )
     for title, module in TOOLS:

@@ -1,6 +1,6 @@
 """`check` for authors of custom operators, and what the conformance runs need to know about the openreg device.
 
-`check`, `Sample` and `Report` come from `openreg_tools.checker` and are imported on first use.
+`check`, `Sample` and `Report` come from `openreg_tools.check` and are imported on first use.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openreg_tools.checker import Report, Sample, check
+    from openreg_tools.check import Report, Sample, check
 
 __all__ = ["Report", "Sample", "check"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from openreg_tools.checker import checker
+        import openreg_tools.check
 
-        return getattr(checker, name)
+        return getattr(openreg_tools.check, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools import backends, dispatch, forked, operators
+from openreg_tools import backends, dispatch, operators
 from openreg_tools.conformance import freed, generated, opinfo, survey
 from openreg_tools.conformance.calls import Call, Move, stays_within
 from openreg_tools.conformance.recipes import RECIPES
+from openreg_tools.core import child
 
 CHECKS = ("generated", "garbage", freed.CHECK)
 ATTEMPTS = 240
@@ -417,7 +418,7 @@ def _refused(report: opinfo.Report, name: str, samples: int, device: str, at: Ca
         at(f"generated, refused sample {i}")
         report.ran["generated"] += 1
         try:
-            with forked.at_most(4 << 30):
+            with child.at_most(4 << 30):
                 run(name, call, device)
         except Exception:
             continue
@@ -464,7 +465,7 @@ def _garbage(
             fail("crash", f"on the CPU: {cpu.message}")
             continue
         try:
-            with forked.at_most(4 << 30):
+            with child.at_most(4 << 30):
                 run(name, call, device)
             error = None
         except Exception as raised:

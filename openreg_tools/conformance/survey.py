@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from openreg_tools import forked
 from openreg_tools.conformance import opinfo
+from openreg_tools.core import child
 
 __all__ = ["Outcome", "survey"]
 
@@ -48,7 +48,7 @@ def _forked(which: range, attempt: Callable[[int], Any], seconds: float) -> Iter
         os.dup2(null, 1)
         os.dup2(null, 2)
         warnings.simplefilter("ignore")
-        with forked.at_most(4 << 30):
+        with child.at_most(4 << 30):
             for i in which:
                 answer([i])
                 try:
@@ -58,10 +58,10 @@ def _forked(which: range, attempt: Callable[[int], Any], seconds: float) -> Iter
                     answer([i, "raised", opinfo.first_line(error)])
 
     try:
-        for i, *outcome in forked.answers(work, seconds):
+        for i, *outcome in child.answers(work, seconds):
             running = None if outcome else i
             if outcome:
                 yield i, Outcome(*outcome)
-    except forked.Ended as error:
+    except child.Ended as error:
         if running is not None:
-            yield running, Outcome("hung" if isinstance(error, forked.Hung) else "crashed", str(error))
+            yield running, Outcome("hung" if isinstance(error, child.Hung) else "crashed", str(error))

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from openreg_tools import dispatch, forked
+from openreg_tools import dispatch
 from openreg_tools.conformance import generated, opinfo, schemas, survey
 from openreg_tools.conformance.calls import Call, Move, fenced, stays_within
+from openreg_tools.core import child
 from openreg_tools.generate import aliasing, changes, numerics, tables
 
 __all__ = [
@@ -65,7 +66,7 @@ class PlainBits(Plain):
 
 def called(name: str, call: Call, move: Move, _: opinfo.Mover) -> Any:
     """Results, written arguments, and the memory of all arguments; deferred errors are raised here."""
-    with forked.at_most(BYTES):
+    with child.at_most(BYTES):
         out, written = schemas._call(name, call, move)
         if move.device.type not in ("cpu", "meta"):
             dispatch.synchronize(move.device)

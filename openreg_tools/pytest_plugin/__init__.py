@@ -98,8 +98,8 @@ def device_syncs(pytestconfig: pytest.Config) -> Callable[..., AbstractContextMa
 
 @pytest.fixture
 def openreg_check() -> Callable[..., Any]:
-    """`openreg_tools.checker.check`, which fails the test with the report if a check fails; returns the report."""
-    from openreg_tools.checker import check
+    """`openreg_tools.check.check`, which fails the test with the report if a check fails; returns the report."""
+    from openreg_tools.check import check
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         report = check(*args, **kwargs)

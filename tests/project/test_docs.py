@@ -18,7 +18,7 @@ from processes import python
 from torch.utils import cpp_extension
 
 import openreg_ops
-from openreg_tools.checker.checks import CHECKS
+from openreg_tools.check.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not (ROOT / "docs").exists(), reason="needs the source tree")]

@@ -23,7 +23,7 @@ MODULES = [
     "openreg_tools",
     "openreg_tools.abi",
     "openreg_tools.backends",
-    "openreg_tools.checker",
+    "openreg_tools.check",
     "openreg_tools.compare",
     "openreg_tools.drift",
     "openreg_tools.explain",

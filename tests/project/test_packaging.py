@@ -76,7 +76,7 @@ def test_sdist_has_all_that_a_build_needs(tmp_path):
         "setup.py",
         "pyproject.toml",
         "openreg_tools/pyproject.toml",
-        "openreg_tools/checker/checker.md",
+        "openreg_tools/check/checker.md",
         "build_backend.py",
         "Makefile",
         "LICENSE",

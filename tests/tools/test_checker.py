@@ -29,12 +29,12 @@ from torch.library import opcheck
 import openreg_ops
 from openreg_ops import _C
 from openreg_ops.testing import Sample, check
-from openreg_tools.checker import command as checker_command
-from openreg_tools.checker.case import Case
-from openreg_tools.checker.checker import derived, operator, preserved
-from openreg_tools.checker.checks import CHECKS, SLOW, UNUSUAL, unbacked
-from openreg_tools.checker.checks.derivatives import derivative
-from openreg_tools.checker.report import MARKS, PARTS, Report, Result
+from openreg_tools.check import command as checker_command
+from openreg_tools.check.case import Case
+from openreg_tools.check.checker import derived, operator, preserved
+from openreg_tools.check.checks import CHECKS, SLOW, UNUSUAL, unbacked
+from openreg_tools.check.checks.derivatives import derivative
+from openreg_tools.check.report import MARKS, PARTS, Report, Result
 from openreg_tools.forms import Wrong
 from openreg_tools.generate import search
 from openreg_tools.samples import parse

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from openreg_ops.testing import check
-from openreg_tools.checker.checks import CHECKS
+from openreg_tools.check.checks import CHECKS
 
 PAGE = Path(__file__).parents[2] / "docs/checker.md"
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="needs the source tree")

@@ -20,7 +20,7 @@ from torch import Tensor
 import openreg_ops
 from openreg_ops import _C
 from openreg_ops.testing import check
-from openreg_tools.checker.checks import CHECKS
+from openreg_tools.check.checks import CHECKS
 
 MODULES = sorted({function.__module__ for function in CHECKS.values()})
 LIBRARY = torch.library.Library("sentences", "FRAGMENT")

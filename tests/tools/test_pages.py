@@ -12,8 +12,8 @@ from browser import Browser, program
 
 import openreg_ops
 from openreg_tools import drift, pages
-from openreg_tools.checker.report import Report
-from openreg_tools.checker.report import Result as Checked
+from openreg_tools.check.report import Report
+from openreg_tools.check.report import Result as Checked
 from openreg_tools.compare import compare, record
 from openreg_tools.conformance.report import Results
 from openreg_tools.generate import report as generated

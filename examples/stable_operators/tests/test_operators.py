@@ -6,7 +6,7 @@ import torch
 from stable_operators.registration import SAMPLES
 from torch.testing import assert_close
 
-from openreg_tools.checker import check
+from openreg_tools.check import check
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 

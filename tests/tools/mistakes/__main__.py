@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import mistakes
 from openreg_ops.testing import check
-from openreg_tools import forked
+from openreg_tools.core import child
 from openreg_tools.samples import sample_of
 
 
@@ -63,7 +63,7 @@ def main() -> None:
             example, bad = each.make(), bool(each.found_by)
             report = check(example.op, example.samples, arguments.device, skip="overhead", **example.options)
             # A child: after a backward in this process, `check` could not use children.
-            opcheck = next(forked.answers(lambda answer, example=example: answer(passes_opcheck(example)), 300))
+            opcheck = next(child.answers(lambda answer, example=example: answer(passes_opcheck(example)), 300))
             for tool, passed in (("check", report.passed), ("opcheck", opcheck)):
                 counts[tool, bad][0] += passed != bad
                 counts[tool, bad][1] += 1

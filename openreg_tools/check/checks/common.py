@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, Operator, Outcome, differentiable, last_line, small
+from openreg_tools.check.case import Case, Operator, Outcome, differentiable, last_line, small
 
 
 def fail(sentence: str, remedy: str) -> NoReturn:

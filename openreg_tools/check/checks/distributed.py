@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, Outcome, attached, cotangents, last_line
-from openreg_tools.checker.checks.common import differs, fail, limit, refuse, skip, tolerance, warn
+from openreg_tools.check.case import Case, Outcome, attached, cotangents, last_line
+from openreg_tools.check.checks.common import differs, fail, limit, refuse, skip, tolerance, warn
 
 RANKS = 2
 _REMEDY = (

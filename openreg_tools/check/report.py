@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from openreg_tools import pages
-from openreg_tools.checker.case import FAKE
+from openreg_tools.check.case import FAKE
 from openreg_tools.forms import wrapped
 
 DOCS = "docs/checker.md"

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from openreg_tools import backends
-from openreg_tools.checker.case import Case, cotangents, differentiable, gradients, last_line
-from openreg_tools.checker.checks.common import differs, fail, refuse_or_fail, reversed_in, skip
+from openreg_tools.check.case import Case, cotangents, differentiable, gradients, last_line
+from openreg_tools.check.checks.common import differs, fail, refuse_or_fail, reversed_in, skip
 from openreg_tools.samples import Sample
 
 Values = list[Tensor | None]

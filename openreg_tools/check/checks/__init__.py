@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from openreg_tools.checker.case import Case
-from openreg_tools.checker.checks import (
+from openreg_tools.check.case import Case
+from openreg_tools.check.checks import (
     derivatives,
     distributed,
     fakes,

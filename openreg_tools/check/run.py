@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from openreg_tools import forked
-from openreg_tools.checker.case import FAKE, last_line
-from openreg_tools.checker.checks import UNUSUAL
-from openreg_tools.checker.report import ENDED, Report, Result
+from openreg_tools.check.case import FAKE, last_line
+from openreg_tools.check.checks import UNUSUAL
+from openreg_tools.check.report import ENDED, Report, Result
+from openreg_tools.core import child
 from openreg_tools.forms import Wrong
 
 if TYPE_CHECKING:
-    from openreg_tools.checker.checker import Checks
+    from openreg_tools.check.checker import Checks
 
 Prepare = Callable[..., "Checks"]  # takes `started`, which is called with the report before the samples are made
 ENDS = 20  # how often the operator may end its process before the remaining checks are skipped
@@ -32,7 +32,7 @@ def in_process(checks: Checks, seconds: float, progress: Callable[[str], None]) 
     """Run every check here. The kernel first gets unusual inputs in a forked child, where that is possible."""
     report, began = checks.report, time.perf_counter()
     host = report.device == "cpu" and hasattr(os, "fork")
-    with forked.at_most() if host else contextlib.nullcontext(), checks.preserved():
+    with child.at_most() if host else contextlib.nullcontext(), checks.preserved():
         for i, name in sorted(report.planned(), key=lambda each: each[1] not in ALONE):
             progress(_where(report, i, name))
             rehearsed = _rehearsed(checks, i, name, seconds) if host and name in UNUSUAL else None
@@ -48,13 +48,13 @@ def _rehearsed(checks: Checks, i: int, name: str, seconds: float) -> Result | No
 
     def work(answer: Callable[[Any], None]) -> None:
         checks.trying = answer
-        with forked.at_most():
+        with child.at_most():
             checks.rehearse(i, name)
 
     try:
-        for inputs in forked.answers(work, seconds):
+        for inputs in child.answers(work, seconds):
             trying = inputs
-    except forked.Ended as error:
+    except child.Ended as error:
         return _ended(checks.report, i, name, error, trying)
     return None
 
@@ -86,7 +86,7 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
         told = {"known": checks.known, "may_pass": checks.may_pass}
         answer({"ready": dataclasses.asdict(checks.report), **told})
         torch.empty(0, device=checks.report.device)  # a device reserves its memory before there is a limit
-        with forked.at_most(), checks.preserved():
+        with child.at_most(), checks.preserved():
             checks.trying = lambda inputs: answer({"trying": inputs})
             for k, (i, name) in enumerate(planned[len(report.results) :] if report else _ordered(checks.report)):
                 if k and name in ALONE:
@@ -100,7 +100,7 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
             importlib.import_module("torch._dynamo")  # a call of a custom_op imports it: once here, not in every child
         started, at, trying, since = None, None, "", time.perf_counter()
         try:
-            for said in forked.answers(work, seconds):
+            for said in child.answers(work, seconds):
                 if "wrong" in said:
                     raise ValueError(said["wrong"])
                 if "started" in said:
@@ -115,7 +115,7 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
                 if "result" in said:
                     report.results.append(Result(**said["result"]))
                     at = None
-        except forked.Ended as error:
+        except child.Ended as error:
             if report is None:
                 if started is None:  # the operator has no part in this
                     raise ValueError(f"the process that imports the operator ended: {error}") from None
@@ -123,7 +123,7 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
                 break
             if len(report.results) == len(planned):
                 break
-            hung = isinstance(error, forked.Hung)
+            hung = isinstance(error, child.Hung)
             ends, hangs = ends + (not hung), hangs + hung
             i, name = at or planned[len(report.results)]
             report.results.append(_ended(report, i, name, error, trying))
@@ -147,16 +147,16 @@ def _where(report: Report, i: int, name: str) -> str:
     return f"[{done + 1}/{total}] sample {i}: {name}"
 
 
-def _ended(report: Report, i: int, name: str, error: forked.Ended, trying: str) -> Result:
+def _ended(report: Report, i: int, name: str, error: child.Ended, trying: str) -> Result:
     given = f"given {trying}, " if trying else ""
-    what = "the check does not end" if isinstance(error, forked.Hung) else ENDED
+    what = "the check does not end" if isinstance(error, child.Hung) else ENDED
     remedy = "the operator must return or raise an exception; run its calls in a debugger to see where it stops"
     if trying == FAKE:
         remedy = (
             "register a fake kernel (torch.library.register_fake): without one, a kernel at CompositeExplicitAutograd, which "
             "holds for every device, reads the memory of tensors that have none"
         )
-    elif trying and not isinstance(error, forked.Hung):
+    elif trying and not isinstance(error, child.Hung):
         remedy = (
             "the kernel reads or writes outside its arguments for these inputs: check sizes and the values of indices "
             "before it touches memory (TORCH_CHECK, torch._check)"

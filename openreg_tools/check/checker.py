@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools import backends, dispatch, forked
-from openreg_tools.checker import run
-from openreg_tools.checker.case import SEED, Case, Operator, Outcome, last_line, name_of
-from openreg_tools.checker.checks import ANY_LAYOUT, CHECKS, SLOW
-from openreg_tools.checker.checks.derivatives import derivative
-from openreg_tools.checker.report import Report, Result
+from openreg_tools import backends, dispatch
+from openreg_tools.check import run
+from openreg_tools.check.case import SEED, Case, Operator, Outcome, last_line, name_of
+from openreg_tools.check.checks import ANY_LAYOUT, CHECKS, SLOW
+from openreg_tools.check.checks.derivatives import derivative
+from openreg_tools.check.report import Report, Result
+from openreg_tools.core import child
 from openreg_tools.forms import Wrong
 from openreg_tools.samples import Sample, sample_of
 
@@ -195,8 +196,8 @@ def _try(op: Operator, sample: Sample, device: str) -> None:
 
     if torch.device(device).type != "cpu" or not hasattr(os, "fork"):
         return call()
-    with contextlib.suppress(forked.Ended):
-        for refusal in forked.answers(said, 60):
+    with contextlib.suppress(child.Ended):
+        for refusal in child.answers(said, 60):
             raise _Refused(refusal)
 
 
@@ -290,7 +291,7 @@ def check(
         prepare, op, sample_inputs, device, dtype=dtype, reference=reference, intended_gradient=intended_gradient, only=only,
         skip=skip, known=known,
     )  # fmt: skip
-    if forked.available(str(device or _home(operator(op), sample_inputs))):
+    if child.available(str(device or _home(operator(op), sample_inputs))):
         return run.in_children(prepared, timeout, progress)
     return run.in_process(prepared(), timeout, progress)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 
-from openreg_tools.checker.case import Case, gradients, last_line
-from openreg_tools.checker.checks.common import differs, dtype_name, fail, needs_literals, needs_tensors, skip, warn
-from openreg_tools.checker.checks.fakes import fake_mode
+from openreg_tools.check.case import Case, gradients, last_line
+from openreg_tools.check.checks.common import differs, dtype_name, fail, needs_literals, needs_tensors, skip, warn
+from openreg_tools.check.checks.fakes import fake_mode
 
 _REMEDY = (
     "check sizes with torch._check(size == …, lambda: …), combine conditions with | and & instead of `or` and `and`, take "

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from openreg_tools import dispatch, forms
-from openreg_tools.checker import run
-from openreg_tools.checker.checker import Checks, prepare
-from openreg_tools.checker.checks import CHECKS
-from openreg_tools.checker.report import Report, Result
+from openreg_tools.check import run
+from openreg_tools.check.checker import Checks, prepare
+from openreg_tools.check.checks import CHECKS
+from openreg_tools.check.report import Report, Result
 from openreg_tools.forms import Wrong
 from openreg_tools.samples import dtype_of, parse
 

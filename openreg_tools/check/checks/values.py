@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, attached, cotangents, differentiable, gradients, last_line, small
-from openreg_tools.checker.checks.common import (
+from openreg_tools.check.case import Case, attached, cotangents, differentiable, gradients, last_line, small
+from openreg_tools.check.checks.common import (
     differs,
     fail,
     limit,

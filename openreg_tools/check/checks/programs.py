@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, Operator, last_line, small
-from openreg_tools.checker.checks.common import differs, dtype_name, fail, limit, needs_literals, needs_tensors, skip
-from openreg_tools.checker.checks.fakes import program, unlike_eager
+from openreg_tools.check.case import Case, Operator, last_line, small
+from openreg_tools.check.checks.common import differs, dtype_name, fail, limit, needs_literals, needs_tensors, skip
+from openreg_tools.check.checks.fakes import program, unlike_eager
 
 
 class _Program(torch.nn.Module):

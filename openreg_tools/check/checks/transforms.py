@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, Outcome, attached, cotangents, differentiable, last_line, name_of, small
-from openreg_tools.checker.checks.common import (
+from openreg_tools.check.case import Case, Outcome, attached, cotangents, differentiable, last_line, name_of, small
+from openreg_tools.check.checks.common import (
     differs,
     dtype_name,
     fail,
@@ -27,7 +27,7 @@ from openreg_tools.checker.checks.common import (
     unless_generated,
     warn,
 )
-from openreg_tools.checker.checks.fakes import compiled, lost, quiet
+from openreg_tools.check.checks.fakes import compiled, lost, quiet
 
 
 def functionalization(case: Case) -> str | None:

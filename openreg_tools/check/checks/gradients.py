@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools.checker.case import Case, cotangents, differentiable, last_line
-from openreg_tools.checker.checks.common import (
+from openreg_tools.check.case import Case, cotangents, differentiable, last_line
+from openreg_tools.check.checks.common import (
     differs,
     dtype_name,
     fail,
@@ -33,7 +33,7 @@ from openreg_tools.checker.checks.common import (
     unaligned,
     warn,
 )
-from openreg_tools.checker.checks.fakes import strides_of
+from openreg_tools.check.checks.fakes import strides_of
 
 Given = Callable[[list[Tensor]], list[Tensor | None]]
 

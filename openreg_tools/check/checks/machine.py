@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from openreg_tools import backends
-from openreg_tools.checker.case import Case, gradients
-from openreg_tools.checker.checks.common import differs, fail, plain, resized, sizes_of, warn
+from openreg_tools.check.case import Case, gradients
+from openreg_tools.check.checks.common import differs, fail, plain, resized, sizes_of, warn
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from openreg_tools.checker.case import Case, cotangents, differentiable, gradients, last_line
-from openreg_tools.checker.checks.common import (
+from openreg_tools.check.case import Case, cotangents, differentiable, gradients, last_line
+from openreg_tools.check.checks.common import (
     LACKING,
     WARNED,
     differs,

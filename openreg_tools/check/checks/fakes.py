@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorExc
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openreg_tools.checker.case import FAKE, Case, Outcome, gradients, last_line, small
-from openreg_tools.checker.checks.common import (
+from openreg_tools.check.case import FAKE, Case, Outcome, gradients, last_line, small
+from openreg_tools.check.checks.common import (
     differs,
     dtype_name,
     fail,

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from openreg_tools.checker.case import Case, Outcome, attached, differentiable, gradients, last_line
-from openreg_tools.checker.checks.common import (
+from openreg_tools.check.case import Case, Outcome, attached, differentiable, gradients, last_line
+from openreg_tools.check.checks.common import (
     CONTIGUOUS,
     by_reference,
     differs,
@@ -34,8 +34,8 @@ from openreg_tools.checker.checks.common import (
     skip,
     tolerance,
 )
-from openreg_tools.checker.checks.fakes import run_fake, unlike_fake
-from openreg_tools.checker.checks.machine import garbage
+from openreg_tools.check.checks.fakes import run_fake, unlike_fake
+from openreg_tools.check.checks.machine import garbage
 
 
 def _clear(case: Case, error: BaseException, inputs: str) -> str:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools.checker.case import Case, Outcome, attached, last_line
-from openreg_tools.checker.checks.common import dtype_name, fail, is_symbolic, resized, scaled, sizes_of, skip, warn
-from openreg_tools.checker.checks.derivatives import derivative, gradcheck
-from openreg_tools.checker.checks.fakes import fake_mode, run_fake
+from openreg_tools.check.case import Case, Outcome, attached, last_line
+from openreg_tools.check.checks.common import dtype_name, fail, is_symbolic, resized, scaled, sizes_of, skip, warn
+from openreg_tools.check.checks.derivatives import derivative, gradcheck
+from openreg_tools.check.checks.fakes import fake_mode, run_fake
 from openreg_tools.samples import Sample
 
 # ---- outputs that are not tensors ----

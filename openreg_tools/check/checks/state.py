@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from openreg_tools import forked
-from openreg_tools.checker.case import Case, cotangents, differentiable, gradients, last_line
-from openreg_tools.checker.checks.common import differs, fail, plain, resized, scaled, sizes_of, skip
-from openreg_tools.checker.checks.machine import perturbed
+from openreg_tools.check.case import Case, cotangents, differentiable, gradients, last_line
+from openreg_tools.check.checks.common import differs, fail, plain, resized, scaled, sizes_of, skip
+from openreg_tools.check.checks.machine import perturbed
+from openreg_tools.core import child
 from openreg_tools.samples import Sample
 
 # ---- generators ----
@@ -399,8 +399,8 @@ def in_child(calls: Sequence[_Call], seconds: float = 30.0) -> list[Any]:
             answer(base64.b64encode(data.getvalue()).decode())
 
     results = []
-    with contextlib.suppress(forked.Ended):
-        for said in forked.answers(work, seconds):
+    with contextlib.suppress(child.Ended):
+        for said in child.answers(work, seconds):
             results.append(torch.load(io.BytesIO(base64.b64decode(said)), weights_only=False))
     return results
 
