@@ -23,11 +23,16 @@ __all__ = ["Backend", "of_device", "of_key", "of_operator", "register", "registe
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
-def load_installed() -> None:
-    """Load torch's installed backends, as `import torch` does; prints a line for a backend that fails."""
+def installed() -> Iterable[Any]:
+    """The entry points of the installed backends; none if the environment keeps `import torch` from loading them."""
     from importlib.metadata import entry_points
 
-    for entry in entry_points(group="torch.backends") if os.environ.get(AUTOLOAD) != "0" else ():
+    return entry_points(group="torch.backends") if os.environ.get(AUTOLOAD) != "0" else ()
+
+
+def load_installed() -> None:
+    """Load torch's installed backends, as `import torch` does; prints a line for a backend that fails."""
+    for entry in installed():
         try:
             entry.load()()
         except Exception as error:

@@ -413,7 +413,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="what the sources' own macro calls the key: MY_LIBRARY_IMPL(aten, NAME, m)")  # fmt: skip
     parser.add_argument("--save", type=Path, metavar="FILE", help="save the manifest of OLD, as .json or .json.gz")
     parser.add_argument("--verbose", action="store_true", help="show the derivatives that changed")
-    dispatch.add_arguments(parser, default=False)
+    dispatch.add_arguments(parser, default="")
     forms.add_arguments(parser)
 
 

@@ -1,0 +1,1 @@
+"""What the commands share: options, devices, samples, moving and comparing calls, child processes, reports."""
