@@ -30,10 +30,10 @@ from openreg_tools.core.device import (  # noqa: F401 -- until every tool import
     is_lacking,
     load,
     synchronize,
-    target,
     usable,
 )
-from openreg_tools.core.device import add_options as add_arguments  # noqa: F401
+from openreg_tools.core.device import add_device as add_arguments  # noqa: F401
+from openreg_tools.core.device import target_of as target  # noqa: F401
 
 __all__ = ["HAS", "Has", "Kernel", "Target", "has", "kernels", "names", "schema"]
 

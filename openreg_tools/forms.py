@@ -8,7 +8,7 @@ from typing import Any
 
 from openreg_tools.core.blocks import WIDTH, cut, seconds, size, table, wrapped  # noqa: F401
 from openreg_tools.core.options import Wrong, count, duration, file, regex  # noqa: F401
-from openreg_tools.core.report import add_options as add_arguments  # noqa: F401
+from openreg_tools.core.report import add_output as add_arguments  # noqa: F401
 from openreg_tools.core.report import say, write_file  # noqa: F401
 
 

@@ -16,8 +16,8 @@ import torch
 from openreg_tools import backends
 from openreg_tools.core.options import Wrong, search_here, unknown
 
-__all__ = ["LACKS", "Target", "Unusable", "add_options", "available", "default", "has_events", "is_lacking",
-           "load", "synchronize", "target", "to_stderr", "usable"]  # fmt: skip
+__all__ = ["LACKS", "Target", "Unusable", "add_device", "available", "default", "has_events", "is_lacking",
+           "load", "synchronize", "target_of", "to_stderr", "usable"]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Unusable(Wrong):
 # ---- the options ----
 
 
-def add_options(
+def add_device(
     parser: argparse.ArgumentParser, key: bool = True, default: str = "the accelerator of this process"
 ) -> None:
     """The options --device, --key and --import."""
@@ -130,7 +130,7 @@ def default() -> str:
     raise Wrong("there is no accelerator here: import its package with --import, or name a device with --device")
 
 
-def target(device: str | None = None, key: str | None = None) -> Target:
+def target_of(device: str | None = None, key: str | None = None) -> Target:
     """The device and its dispatch key, from either; `default` unless given.
 
     Raises:
@@ -155,7 +155,7 @@ def usable(device: str) -> None:
     Raises:
         Unusable: that fails, for example because torch is built without the device.
     """
-    target(device)
+    target_of(device)
     try:
         torch.empty(1, device=device)
     except Exception as error:

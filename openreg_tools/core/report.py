@@ -12,7 +12,7 @@ A report describes its content once, as blocks:
         def dict(self):
             return {"operators": ...}
 
-`add_options` adds --json and --html to a command. `write` prints the report, writes the files, and returns the exit
+`add_output` adds --json and --html to a command. `write` prints the report, writes the files, and returns the exit
 status of the command.
 """
 
@@ -31,7 +31,7 @@ from openreg_tools.core.blocks import Block, Text, joined, wrapped
 from openreg_tools.core.options import Wrong, file
 from openreg_tools.core.page import page
 
-__all__ = ["Progress", "Report", "add_options", "say", "write", "write_file"]
+__all__ = ["Progress", "Report", "add_output", "say", "write", "write_file"]
 
 
 class Report:
@@ -78,7 +78,7 @@ class Report:
 # ---- writing ----
 
 
-def add_options(parser: argparse.ArgumentParser, page: bool = True) -> None:
+def add_output(parser: argparse.ArgumentParser, page: bool = True) -> None:
     """The options --json and --html."""
     parser.add_argument(
         "--json", type=file, metavar="FILE", help="write the report as JSON; - writes it to stdout instead of the table"
