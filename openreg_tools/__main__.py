@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import sys
 
-from openreg_tools.backends import AUTOLOAD
+from openreg_tools import backends
 from openreg_tools.core.options import run
 
 # Each names a module with add_arguments(parser) and main(arguments) -> exit status, imported when chosen.
@@ -22,23 +22,11 @@ COMMANDS = {
 }
 
 
-def _import_torch() -> None:
-    """Import torch without its backends, which the command loads: one that fails must not end the program."""
-    before = os.environ.get(AUTOLOAD)
-    os.environ[AUTOLOAD] = "0"
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return  # the command reports it if it needs torch
-    finally:
-        del os.environ[AUTOLOAD]
-        if before is not None:
-            os.environ[AUTOLOAD] = before
-
-
 def main() -> int:
     if any(word in COMMANDS for word in sys.argv[1:]):
-        _import_torch()
+        # The command loads the backends, so that one that fails does not end it.
+        with backends.without_autoload(), contextlib.suppress(ImportError):  # which the command reports
+            import torch  # noqa: F401
     description = "Tools for custom operators and backends of PyTorch."
     return run(COMMANDS, "python -m openreg_tools", description, "openreg_tools")
 

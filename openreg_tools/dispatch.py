@@ -13,7 +13,6 @@ refused   the call raises an error
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 
 from openreg_tools import backends, manifest
+from openreg_tools.backends import Has, Kernel
 from openreg_tools.core.device import (  # noqa: F401 -- until every tool imports them from there
     LACKS,
     Target,
@@ -38,25 +38,6 @@ from openreg_tools.core.device import target_of as target  # noqa: F401
 __all__ = ["HAS", "Has", "Kernel", "Target", "has", "kernels", "names", "schema"]
 
 HAS = ("own", "shared", "composite", "fallback", "refused")
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """What one key of an operator's dispatch table resolves to."""
-
-    key: str
-    source: str  # "kernel", "backend fallback", "default backend kernel", "math kernel", "autograd kernel"
-    where: str  # "csrc/ops/rms_norm.cpp:175", or the registration's own description
-    fallthrough: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Has:
-    """What a device has for an operator, and why."""
-
-    kind: str  # one of HAS
-    why: str
-    where: str = ""
 
 
 # ---- operators by name ----

@@ -139,7 +139,7 @@ class Table:
 
 @dataclasses.dataclass
 class Section:
-    """Blocks under a heading."""
+    """Blocks under a heading; without a title, blocks that stand apart."""
 
     title: str
     blocks: Sequence[Block]

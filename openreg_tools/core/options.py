@@ -88,7 +88,7 @@ def unknown(kind: str, name: str, names: Iterable[str], all_names: str = "--help
         all_names: where all names are, if there are too many for a sentence.
     """
     names = list(names)
-    if close := difflib.get_close_matches(name, names, 1):
+    if close := difflib.get_close_matches(name, names, 1, 0.7):
         return f"unknown {kind} {name!r}; did you mean {close[0]!r}?" + f" ({all_names})" * bool(all_names)
     if len(names) <= _FEW:
         return f"unknown {kind} {name!r}; available: {', '.join(names) or 'none'}"

@@ -77,7 +77,8 @@ def _block(block: Block) -> str:
         case Table():
             return _table(block)
         case Section():
-            return f"<section><h2>{html.escape(block.title)}</h2>{_joined(block.blocks)}</section>\n"
+            heading = f"<h2>{html.escape(block.title)}</h2>" if block.title else ""
+            return f"<section>{heading}{_joined(block.blocks)}</section>\n"
         case Box():
             attributes = (f' class="{html.escape(block.style)}"' if block.style else "") + " open" * block.is_open
             return (

@@ -54,7 +54,12 @@ def run(words: list[str], context: Any) -> int:
     """Run a script as a program inside a context; returns its exit status, 1 if it raised.
 
     A process that the program forked ends here: it writes no report.
+
+    Raises:
+        Wrong: there is no such script.
     """
+    if not os.path.isfile(words[0]):
+        raise Wrong(f"there is no file {words[0]}")
     process = os.getpid()
     before, status, started_before = (sys.argv, sys.path[:]), 0, set(threading.enumerate())
     shown = None
