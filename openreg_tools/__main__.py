@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import os
+import contextlib
 import sys
-from collections.abc import Mapping
 
 from openreg_tools import backends
-from openreg_tools.backends import AUTOLOAD
-from openreg_tools.forms import Wrong
+from openreg_tools.core.options import run
 
 # Each names a module with add_arguments(parser) and main(arguments) -> exit status, imported when chosen.
 COMMANDS = {
@@ -26,62 +22,13 @@ COMMANDS = {
 }
 
 
-def run(commands: Mapping[str, tuple[str, str]], program: str, description: str) -> int:
-    """Parse the command line and run the command that it names."""
-    parser = argparse.ArgumentParser(prog=program, description=description)
-    chosen_parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
-    for name, (module, text) in commands.items():
-        sub = chosen_parsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if name == chosen:
-            importlib.import_module(module).add_arguments(sub)
-    arguments = parser.parse_args()
-    try:
-        return importlib.import_module(commands[arguments.command][0]).main(arguments)
-    except Wrong as error:
-        print(f"{arguments.command}: {str(error).removeprefix(f'{arguments.command}: ')}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-
-
-def options(words: list[str]) -> list[str]:
-    """The words before the script that a command runs; the script's own arguments follow it."""
-    scripts = (
-        i for i, word in enumerate(words) if word.endswith(".py") and words[i - 1] != "--test"
-    )  # a file to write
-    return words[: next(scripts, len(words))]
-
-
-def device_of(words: list[str]) -> str:
-    """The device type that --device asks for, "" without one."""
-    asked = [b for a, b in zip(words, words[1:], strict=False) if a == "--device"]
-    asked += [word.partition("=")[2] for word in words if word.startswith("--device=")]
-    return asked[0].partition(":")[0] if asked else ""
-
-
-def _load_backends(words: list[str]) -> None:
-    """Import torch and its installed backends, like `import torch`; prints a line for a backend that fails."""
-    before = os.environ.get(AUTOLOAD)
-    os.environ[AUTOLOAD] = "0"
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return  # the command reports it if it needs torch
-    finally:
-        del os.environ[AUTOLOAD]
-        if before is not None:
-            os.environ[AUTOLOAD] = before
-    if not any(word.partition("=")[0] == "--import" for word in words):
-        backends.load_installed()  # else after the imports, because a process has one PrivateUse1 backend
-
-
 def main() -> int:
-    words = options(sys.argv[1:])
-    if "info" not in words[:1]:  # which loads them one by one, and reports errors
-        _load_backends(words)
-    return run(COMMANDS, "python -m openreg_tools", "Tools for custom operators and backends of PyTorch.")
+    if any(word in COMMANDS for word in sys.argv[1:]):
+        # The command loads the backends, so that one that fails does not end it.
+        with backends.without_autoload(), contextlib.suppress(ImportError):  # which the command reports
+            import torch  # noqa: F401
+    description = "Tools for custom operators and backends of PyTorch."
+    return run(COMMANDS, "python -m openreg_tools", description, "openreg_tools")
 
 
 if __name__ == "__main__":

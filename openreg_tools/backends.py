@@ -7,32 +7,69 @@ import; docs/tools.md has an example. Imports nothing, so that a package can reg
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from openreg_tools.conformance.report import Known
-    from openreg_tools.dispatch import Has, Kernel
-    from openreg_tools.info import Info
+    from openreg_tools.core.info import Info
 
-__all__ = ["Backend", "of_device", "of_key", "of_operator", "register", "registered"]
+__all__ = ["Backend", "Has", "Kernel", "of_device", "of_key", "of_operator", "register", "registered"]
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
-def load_installed() -> None:
-    """Load torch's installed backends, as `import torch` does; prints a line for a backend that fails."""
+@contextlib.contextmanager
+def without_autoload() -> Iterator[bool]:
+    """A context in which `import torch` loads no backend, as one that fails would break it; yields whether it would."""
+    before = os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = "0"
+    try:
+        yield before != "0"
+    finally:
+        del os.environ[AUTOLOAD]
+        if before is not None:
+            os.environ[AUTOLOAD] = before
+
+
+def installed() -> Iterable[Any]:
+    """The entry points of the installed backends; none if the environment keeps `import torch` from loading them."""
     from importlib.metadata import entry_points
 
-    for entry in entry_points(group="torch.backends") if os.environ.get(AUTOLOAD) != "0" else ():
+    return entry_points(group="torch.backends") if os.environ.get(AUTOLOAD) != "0" else ()
+
+
+def load_installed() -> None:
+    """Load torch's installed backends, as `import torch` does; prints a line for a backend that fails."""
+    for entry in installed():
         try:
             entry.load()()
         except Exception as error:
             sentence = f"the backend {entry.name} cannot be loaded; the tools run without it: {error}"
             print(f"openreg_tools: {sentence}", file=sys.stderr)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What one key of an operator's dispatch table resolves to."""
+
+    key: str
+    source: str  # "kernel", "backend fallback", "default backend kernel", "math kernel", "autograd kernel"
+    where: str  # "csrc/ops/rms_norm.cpp:175", or the registration's own description
+    fallthrough: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Has:
+    """What a device has for an operator, and why."""
+
+    kind: str  # one of dispatch.HAS
+    why: str
+    where: str = ""
 
 
 class Backend:

@@ -13,63 +13,34 @@ refused   the call raises an error
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import functools
-import importlib
-import os
 import re
-import sys
 from pathlib import Path
 
 import torch
 
-from openreg_tools import backends, manifest, script
-from openreg_tools.forms import Wrong
+from openreg_tools import backends, manifest
+from openreg_tools.backends import Has, Kernel
+from openreg_tools.core.device import (  # noqa: F401 -- until every tool imports them from there
+    LACKS,
+    Target,
+    Unusable,
+    default,
+    has_events,
+    is_lacking,
+    load,
+    synchronize,
+    usable,
+)
+from openreg_tools.core.device import add_device as add_arguments  # noqa: F401
+from openreg_tools.core.device import target_of as target  # noqa: F401
 
 __all__ = ["HAS", "Has", "Kernel", "Target", "has", "kernels", "names", "schema"]
 
 HAS = ("own", "shared", "composite", "fallback", "refused")
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A device and the dispatch key of its dense tensors."""
-
-    device: str
-    key: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """What one key of an operator's dispatch table resolves to."""
-
-    key: str
-    source: str  # "kernel", "backend fallback", "default backend kernel", "math kernel", "autograd kernel"
-    where: str  # "csrc/ops/rms_norm.cpp:175", or the registration's own description
-    fallthrough: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Has:
-    """What a device has for an operator, and why."""
-
-    kind: str  # one of HAS
-    why: str
-    where: str = ""
-
-
-# ---- the command line's device ----
-
-
-def add_arguments(parser: argparse.ArgumentParser, default: bool = True) -> None:
-    """The options --device, --key and --import."""
-    text = f" (default: {_HERE})" if default else ""
-    parser.add_argument("--device", help=f"device, such as openreg or cuda{text}")
-    parser.add_argument("--key", help="a dispatch key instead of a device, such as PrivateUse1 or SparseCPU")
-    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
-                        help="a module to import first: another backend, or a library of operators")  # fmt: skip
-
+# ---- operators by name ----
 
 # The namespaces of PyTorch's operators, including those that it registers later.
 _OF_PYTORCH = {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()} | {
@@ -82,134 +53,6 @@ _OF_PYTORCH = {name.partition("::")[0] for name in torch._C._dispatch_get_all_op
 def is_custom(op: str) -> bool:
     """Whether an operator belongs neither to PyTorch nor to a backend's package: its author may want to test it."""
     return op.partition("::")[0] not in _OF_PYTORCH and not backends.of_operator(op).namespace
-
-
-def load(modules: list[str], device: str | None = None) -> None:
-    """Import what --import names, and load the installed backend of `device` if a module needs it, or none registers
-    it. What a module prints goes to stderr."""
-    if "" not in sys.path and "." not in sys.path:
-        sys.path.append("")  # python -P omits it; last, so that an installed package wins
-    if modules and _lacks(device) and not _register(modules, device):
-        backends.load_installed()
-    for name in modules:
-        try:
-            with script.apart("-"):
-                importlib.import_module(name)
-        except (Exception, SystemExit) as error:
-            tip = "".join(
-                f"; {each.package} has registered {each.device} as PrivateUse1, which a process can have once: "
-                f"`python -m openreg_tools` runs the tools without it"
-                for each in backends.registered()
-                if each.key == "PrivateUse1" and "privateuse1" in str(error)
-            )
-            raise Wrong(f"importing {name} failed: {type(error).__name__}: {error}{tip}") from error
-
-
-def _register(modules: list[str], device: str | None) -> bool:
-    """Whether the modules register the device, even if the import of one fails. A forked process imports them, because
-    an import that fails cannot be undone: the operators that it has defined stay."""
-    pid = os.fork()
-    if not pid:
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            with script.apart("-"):
-                for name in modules:
-                    importlib.import_module(name)
-        finally:
-            os._exit(int(_lacks(device)))
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def _lacks(device: str | None) -> bool:
-    """Whether there is no such device, and a package can still register it."""
-    try:
-        torch.device(device or "cpu")
-    except RuntimeError:
-        return torch._C._get_privateuse1_backend_name() == "privateuseone"
-    return False
-
-
-_HERE = "the accelerator of this process"
-
-
-def default() -> str:
-    """The default device: one whose package has registered it, or the accelerator.
-
-    Raises:
-        Wrong: there is none.
-    """
-    private = torch._C._get_privateuse1_backend_name()
-    accelerator = torch.accelerator.current_accelerator()
-    if registered := backends.registered():
-        return registered[0].device
-    if private != "privateuseone" or accelerator:
-        return private if private != "privateuseone" else accelerator.type
-    raise Wrong("there is no accelerator here: import its package with --import, or name a device with --device")
-
-
-def target(device: str | None = None, key: str | None = None) -> Target:
-    """The device and its dispatch key, from either; `default` unless given.
-
-    Raises:
-        Wrong: there is no such device, or no such dispatch key.
-    """
-    if key:
-        if key not in torch._C.DispatchKey.__members__:
-            raise Wrong(
-                f"there is no dispatch key {key}; there are PrivateUse1, CUDA, SparseCPU, AutogradXPU and others"
-            )
-        private = torch._C._get_privateuse1_backend_name()
-        return Target(device or (private if key == "PrivateUse1" else key.lower()), key)
-    device = default() if device is None else device
-    try:
-        return Target(device, torch._C._dispatch_key_for_device(torch.device(device).type))
-    except RuntimeError as error:
-        raise Wrong(f"there is no device {device}: {str(error).splitlines()[0]}") from None
-
-
-class Unusable(Wrong):
-    """A device that is not available."""
-
-
-def usable(device: str) -> None:
-    """Make a tensor on the device.
-
-    Raises:
-        Unusable: that fails, for example because torch is built without the device.
-    """
-    try:
-        torch.empty(1, device=device)
-    except Exception as error:
-        said = re.split(r"\n|\. ", str(error))[0].rstrip(".")
-        raise Unusable(f"{device} cannot be used here: {said}; name one that is here") from None
-
-
-LACKS = (RuntimeError, NotImplementedError, AttributeError)  # raised for what a device's package does not have yet
-
-
-def is_lacking(error: Exception) -> bool:
-    """Whether an error says that the device's package does not have something."""
-    said = re.search(r"doesn't support|not (yet )?(implemented|supported)", str(error))
-    return isinstance(error, AttributeError) or bool(said)
-
-
-def synchronize(device: str | torch.device) -> None:
-    """Wait for a device whose package can do that."""
-    try:
-        torch.accelerator.synchronize(torch.device(device))
-    except LACKS as error:
-        if not is_lacking(error):
-            raise
-
-
-def has_events(device: str | torch.device) -> bool:
-    """Whether a device has events with times."""
-    try:
-        stream = torch.accelerator.current_stream(torch.device(device))
-        torch.Event(stream.device, enable_timing=True).record(stream)
-    except LACKS:
-        return False
-    return True
 
 
 # ---- the dispatcher's tables ----

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
-import html
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +12,14 @@ from typing import Any
 
 import torch
 
-from openreg_tools import backends, dispatch, forms, manifest, pages
-from openreg_tools.forms import Wrong
+from openreg_tools import backends, dispatch, manifest
+from openreg_tools.core.blocks import Block, Lines, Section, Text, counted, hanging, wrapped
+from openreg_tools.core.device import add_device, default, load, target_of
+from openreg_tools.core.options import Wrong
+from openreg_tools.core.report import Report, add_output, write
 from openreg_tools.manifest import Manifest
 
-__all__ = ["Drift", "Registration", "Trouble", "compare", "drift", "registered", "scan", "scan_fallback"]
+__all__ = ["Drift", "Registration", "Trouble", "compare", "drift", "registered", "scan"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +45,14 @@ class Trouble:
         """What the report calls it: BREAKS, MISSING or look at."""
         return ("BREAKS" if self.where else "MISSING") if self.breaks else "look at"
 
+    def lines(self) -> list[str]:
+        """The trouble for a terminal of 80 columns."""
+        head = f"{self.mark} {self.operator}  {self.where}".rstrip()
+        return [*hanging(head, "  ", "    "), *wrapped(self.why)]
+
 
 @dataclasses.dataclass
-class Drift:
+class Drift(Report):
     """The differences of two versions; names without "aten::", pairs are (old, new)."""
 
     old: str
@@ -68,7 +73,7 @@ class Drift:
         """What breaks; the rest needs a look."""
         return [trouble for trouble in self.troubles if trouble.breaks]
 
-    def summary(self) -> str:
+    def summary_of_changes(self) -> str:
         """One line: how much changed between the versions."""
         counts = [
             (self.added, "added"), (self.removed, "removed"), (self.signatures, "changed signatures"),
@@ -83,93 +88,53 @@ class Drift:
         if not self.backend:
             return ""
         marks = Counter(trouble.mark for trouble in self.troubles)
-        said = [f"{marks['BREAKS'] or 'no'} registration{'s break' if marks['BREAKS'] > 1 else ' breaks'}"]
+        said = [f"{counted(marks['BREAKS'], 'registration')} break{'s' * (marks['BREAKS'] == 1)}"]
         if marks["MISSING"]:
             said.append(f"{marks['MISSING']} newly required {'is' if marks['MISSING'] == 1 else 'are'} missing")
         if marks["look at"]:
             said.append(f"{marks['look at']} to look at")
         return f"{self.backend}, {self.fallback or 'no fallback'}: {', '.join(said)}"
 
-    def text(self, verbose: bool = False) -> str:
-        """The differences and troubles for a terminal; `verbose` adds the formulas of changed derivatives."""
-        lines = forms.wrapped([self.summary()], 0)
-        for title, schemas in (("Added", self.added), ("Removed", self.removed)):
-            if schemas:
-                lines += ["", title, *(line for text in schemas.values() for line in _hanging(text, "  "))]
+    @property
+    def title(self) -> str:
+        return f"torch {self.old} to {self.new}"
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing breaks."""
+        return not self.broken
+
+    def blocks(self, page: bool = False, verbose: bool = False) -> Iterator[Block]:
+        """The differences and what breaks; `verbose` adds the formulas of changed derivatives."""
+        yield Text(self.summary_of_changes())
+        schemas = (("Added", self.added.values()), ("Removed", self.removed.values()))
+        for title, texts in schemas:
+            if texts:
+                yield Section(title, [Lines([line for text in texts for line in hanging(text, "  ", "    ")])])
         for title, names in (("Newly required", self.required), ("No longer required", self.optional)):
             if names:
-                lines += ["", title, *forms.wrapped([", ".join(names)], 2)]
-        for title, pairs in (
-            ("Changed signatures", self.signatures),
-            ("Changed names, defaults or aliases", self.schemas),
-            ("Changed derivatives", self.derivatives if verbose else {}),
-        ):
-            if pairs:
-                lines += ["", title]
-            for name, (old, new) in pairs.items():
-                lines.append(f"  {name}")
-                gone, come = old.splitlines(), new.splitlines()
-                lines += [line for text in gone if text not in come for line in _hanging(text, "    - ")]
-                lines += [line for text in come if text not in gone for line in _hanging(text, "    + ")]
-        if self.derivatives and not verbose:
-            lines += [
-                "",
-                "Changed derivatives (--verbose shows them)",
-                *forms.wrapped([", ".join(self.derivatives)], 2),
-            ]
+                yield Section(title, [Text(", ".join(names), 2)])
+        pairs = {"Changed signatures": self.signatures, "Changed names, defaults or aliases": self.schemas}
+        if verbose or page:
+            pairs["Changed derivatives"] = self.derivatives
+        for title, changes in pairs.items():
+            if changes:
+                yield Section(title, [Lines([line for name, both in changes.items() for line in _change(name, *both)])])
+        if self.derivatives and not (verbose or page):
+            yield Section("Changed derivatives (--verbose shows them)", [Text(", ".join(self.derivatives), 2)])
         if self.backend:
-            lines += ["", *forms.wrapped([self.verdict()], 0)]
-            for trouble in sorted(self.troubles, key=lambda t: not t.breaks):
-                lines += _hanging(f"{trouble.mark} {trouble.operator}  {trouble.where}".rstrip(), "  ")
-                lines += forms.wrapped([trouble.why])
-        return "\n".join(lines)
+            troubles = sorted(self.troubles, key=lambda trouble: not trouble.breaks)
+            yield Section(self.verdict(), [Lines([line for trouble in troubles for line in trouble.lines()])])
 
     def dict(self) -> dict[str, Any]:
-        """What ``--json`` writes."""
         return {**dataclasses.asdict(self), "breaks": bool(self.broken)}
 
-    def html(self) -> str:
-        """One self-contained page."""
-        e = html.escape
-        parts = [*map(pages.text, filter(None, (self.summary().partition(": ")[2], self.verdict())))]
-        if self.troubles:
-            rows: list[list[Any]] = [["operator", "where", "why", ""]]
-            rows += [
-                [t.operator, t.where, (t.why, {"class": "words"}), (t.mark.lower(), {"class": MARKED.get(t.mark)})]
-                for t in self.troubles
-            ]
-            parts.append(pages.section("What it means for the backend", pages.table(rows, left=2)))
-        found: list[str] = []
 
-        def details(title: str, items: list[str]) -> None:
-            if items:
-                found.append(pages.details(f"{len(items)} {title}", f"<ul>{''.join(items)}</ul>"))
-
-        for title, schemas in (("added", self.added), ("removed", self.removed)):
-            details(title, [f"<li><code>{e(text)}</code></li>" for text in schemas.values()])
-        for title, names in (("newly required", self.required), ("no longer required", self.optional)):
-            details(title, [f"<li><code>{e(name)}</code></li>" for name in names])
-        for title, pairs in (
-            ("changed signatures", self.signatures),
-            ("changed names, defaults or aliases", self.schemas),
-            ("changed derivatives", self.derivatives),
-        ):
-            items = [
-                f'<li>{e(name)}<pre class="fail wrapped">{e(old)}</pre><pre class="pass wrapped">{e(new)}</pre></li>'
-                for name, (old, new) in pairs.items()
-            ]
-            details(title, items)
-        parts.append(pages.section("What changed", "".join(found) or pages.text("Nothing.")))
-        title = f"torch {self.old} to {self.new}"
-        return pages.page(title, title, "".join(parts))
-
-
-MARKED = {"BREAKS": "fail", "MISSING": "fail", "look at": "warn"}  # classes of the page's style
-
-
-def _hanging(text: str, mark: str) -> list[str]:
-    first, *more = forms.wrapped([text], len(mark) + 2) or [""]
-    return [mark + first.strip(), *more] if first else []
+def _change(name: str, old: str, new: str) -> list[str]:
+    """What changed of an operator: the lines of its schema or derivative that went and came."""
+    gone, come = old.splitlines(), new.splitlines()
+    lines = [line for text in gone if text not in come for line in hanging(text, "    - ")]
+    return [f"  {name}", *lines, *(line for text in come if text not in gone for line in hanging(text, "    + "))]
 
 
 # ---- comparing ----
@@ -243,82 +208,45 @@ _COMMENT = re.compile(
     r"""(R"(\w*)\(.*?\)\2"|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])')|//[^\n]*|/\*.*?\*/""", re.S
 )  # or a string, which contains none
 _IMPL = re.compile(r"""\.impl\(\s*["'](?:aten::)?([\w.]+)["'].*?["'](\w+)["']\s*\)""", re.S)
+_NAME = re.compile(r'"(?:aten::)?([\w.]+)"')
+_FALLBACK = re.compile(r"\.fallback\s*\((?![^;\n]*(makeFallthrough|fallthrough_kernel))")
 
 
-def scan(folder: Path, key: str, known: Manifest, role: str = "") -> list[Registration]:
-    """The registrations for `key` in the C++ and Python files below a folder, without running anything.
+def scan(folder: Path, key: str, known: Manifest, role: str = "") -> tuple[list[Registration], str]:
+    """The registrations and the place of the fallback for `key` in the C++ and Python files below a folder.
 
-    `known` says which strings are operator names. Names that a macro assembles are not found: import the backend
-    instead. `role` is what a registration macro of the backend's own calls the key.
+    Nothing is run, so names that a macro assembles are not found: import the backend instead. In Python, a fallback
+    counts if its file has a library of all operators, ``Library("_", ...)``, and names the key.
+
+    Args:
+        known: says which strings are names of operators.
+        role: what a registration macro of the backend's own calls the key.
+    Raises:
+        Wrong: there is no such folder.
     """
-    found = []
-    for path, text in _files(folder):
-        if path.suffix == ".py":
-            places = [(m.start(1), m[1]) for m in _IMPL.finditer(text) if m[2] == key]
-        else:
-            places = [
-                (start + m.start(), m[1])
-                for start, end in _blocks(text, "aten", (key, role))
-                for m in re.finditer(r'"(?:aten::)?([\w.]+)"', text[start:end])
-                if m[1] in known.operators
-            ]
-        for position, name in places:
-            found.append(Registration(name, f"{path}:{text.count(chr(10), 0, position) + 1}"))
-    return found
-
-
-def scan_fallback(folder: Path, key: str, role: str = "") -> str:
-    """The place of the fallback for `key` in the files below a folder, in C++ or in Python; empty if there is none.
-
-    `role` is what a registration macro of the backend's own calls the key.
-    """
-    for path, text in _files(folder):
-        if path.suffix == ".py":
-            found = [node.lineno for node in _python_fallbacks(text, key)]
-        else:
-            found = [
-                text.count("\n", 0, start + m.start()) + 1
-                for start, end in _blocks(text, "_", (key, role))
-                for m in re.finditer(r"\.fallback\s*\([^;]*", text[start:end])
-                if "makeFallthrough" not in m[0]
-            ]
-        if found:
-            return f"{path}:{found[0]}"
-    return ""
-
-
-def _python_fallbacks(text: str, key: str) -> list[ast.Call]:
-    """The calls of ``torch.library.Library("_", ...).fallback`` for `key`, which either of the two may name."""
-    try:
-        nodes = list(ast.walk(ast.parse(text)))
-    except SyntaxError:
-        return []
-    named = {ast.unparse(node.targets[0]): ast.unparse(node.value) for node in nodes if isinstance(node, ast.Assign)}
-    found = []
-    for node in nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fallback":
-            library = ast.unparse(node.func.value)
-            library = named.get(library, library)
-            asked = ast.unparse(node)[len(ast.unparse(node.func)) :]
-            keys = re.findall(r"'(\w+)'", asked) or re.findall(r"'(\w+)'", library)
-            if re.search(r"Library\('_'", library) and key in keys and "fallthrough_kernel" not in asked:
-                found.append(node)
-    return found
-
-
-def _files(folder: Path) -> Iterator[tuple[Path, str]]:
-    """The C++ and Python files below a folder; C++ without comments, with the same line numbers."""
     if not folder.is_dir():
         raise Wrong(f"there is no folder {folder}")
+    found: list[Registration] = []
+    fallback = ""
     for path in sorted(folder.rglob("*")):
-        if path.suffix in (".cpp", ".cc", ".cu", ".h", ".hpp", ".mm", ".py") and path.is_file():
-            text = path.read_text(errors="replace")
-            yield path, text if path.suffix == ".py" else _COMMENT.sub(lambda m: m[1] or "\n" * m[0].count("\n"), text)
-
-
-def _blocks(text: str, namespace: str, keys: tuple[str, str]) -> list[tuple[int, int]]:
-    """Where the blocks TORCH_LIBRARY_IMPL(namespace, key, m) { ... } of a file begin and end."""
-    return [(m.end(), _end(text, m.end())) for m in _BLOCK.finditer(text) if m[1] == namespace and m[2] in keys]
+        if path.suffix not in (".cpp", ".cc", ".cu", ".h", ".hpp", ".mm", ".py") or not path.is_file():
+            continue
+        text = path.read_text(errors="replace")
+        if path.suffix == ".py":
+            text = re.sub(r"#[^\n]*", "", text)
+            names = [(m.start(1), m[1]) for m in _IMPL.finditer(text) if m[2] == key]
+            of_all = re.search(r"""Library\(\s*["']_["']""", text) and re.search(rf"""["']{key}["']""", text)
+            fallbacks = [m.start() for m in _FALLBACK.finditer(text)] if of_all else []
+        else:
+            text = _COMMENT.sub(lambda m: m[1] or "\n" * m[0].count("\n"), text)
+            blocks = [(m[1], m.end(), _end(text, m.end())) for m in _BLOCK.finditer(text) if m[2] in (key, role)]
+            of_aten = [m for name, *ends in blocks if name == "aten" for m in _NAME.finditer(text, *ends)]
+            names = [(m.start(), m[1]) for m in of_aten if m[1] in known.operators]
+            fallbacks = [m.start() for name, *ends in blocks if name == "_" for m in _FALLBACK.finditer(text, *ends)]
+        line = lambda position, text=text: text.count("\n", 0, position) + 1  # noqa: E731
+        found += [Registration(name, f"{path}:{line(position)}") for position, name in names]
+        fallback = fallback or (f"{path}:{line(fallbacks[0])}" if fallbacks else "")
+    return found, fallback
 
 
 def _end(text: str, start: int) -> int:
@@ -383,17 +311,18 @@ def drift(
     before, after = manifest.read(old), manifest.read(new)
     if not (device or key or sources):
         return compare(before, after)
-    target = dispatch.target(device, key or (None if device else "PrivateUse1"))
+    target = target_of(device, key or (None if device else "PrivateUse1"))
     found = compare(before, after, target.key)
     if sources:
-        registrations = [r for folder in sources for r in scan(folder, target.key, before, role)]
-        place = next(filter(None, (scan_fallback(folder, target.key, role) for folder in sources)), "")
-        found.fallback = f"the fallback in {place}" if place else ""
+        scanned = [scan(folder, target.key, before, role) for folder in sources]
+        registrations = [registration for found_here, _ in scanned for registration in found_here]
+        found.fallback = next((f"the fallback in {place}" for _, place in scanned if place), "")
     else:
         registrations = registered(target.key)
         if torch._C._dispatch_has_backend_fallback(torch._C._parse_dispatch_key(target.key)):
             found.fallback = backends.of_device(target.device).fallback
-    found.backend = f"{', '.join(map(str, sources)) if sources else target.device}, {len(registrations)} registrations"
+    where = ", ".join(map(str, sources)) if sources else target.device
+    found.backend = f"{where}, {counted(len(registrations), 'registration')}"
     found.troubles = _troubles(found, registrations, before, after)
     return found
 
@@ -402,7 +331,7 @@ def drift(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    versions = ", ".join(sorted(p.name.removesuffix(".json.gz") for p in manifest.SHIPPED.glob("*.json.gz")))
+    versions = ", ".join(manifest.versions())
     parser.add_argument(
         "old", metavar="OLD", help=f"{versions}, installed, a wheel, an environment or a saved manifest"
     )
@@ -413,26 +342,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="what the sources' own macro calls the key: MY_LIBRARY_IMPL(aten, NAME, m)")  # fmt: skip
     parser.add_argument("--save", type=Path, metavar="FILE", help="save the manifest of OLD, as .json or .json.gz")
     parser.add_argument("--verbose", action="store_true", help="show the derivatives that changed")
-    dispatch.add_arguments(parser, default=False)
-    forms.add_arguments(parser)
+    add_device(parser, default="")
+    add_output(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """0 if nothing breaks, 1 if something does, 2 if the request is wrong."""
-    try:
-        if arguments.save:
-            manifest.save(manifest.read(arguments.old), arguments.save)
-            return 0
-        if not arguments.new:
-            raise Wrong("give OLD and NEW, or OLD and --save FILE")
-        dispatch.load(arguments.modules)
-        device = arguments.device
-        if not (device or arguments.key or arguments.sources) and backends.registered():
-            device = dispatch.default()
-        named = {"device": device, "key": arguments.key, "sources": arguments.sources, "role": arguments.role}
-        report = drift(arguments.old, arguments.new, **named)
-    except Wrong as error:
-        print(f"drift: {error}", file=sys.stderr)
-        return 2
-    forms.write(report, arguments, verbose=arguments.verbose)
-    return 1 if report.broken else 0
+    if arguments.save:
+        manifest.save(manifest.read(arguments.old), arguments.save)
+        return 0
+    if not arguments.new:
+        raise Wrong("give OLD and NEW, or OLD and --save FILE")
+    load(arguments.modules)
+    device = arguments.device
+    if not (device or arguments.key or arguments.sources) and backends.registered():
+        device = default()
+    named = {"device": device, "key": arguments.key, "sources": arguments.sources, "role": arguments.role}
+    return write(drift(arguments.old, arguments.new, **named), arguments, verbose=arguments.verbose)

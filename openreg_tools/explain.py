@@ -9,16 +9,17 @@ import argparse
 import contextlib
 import dataclasses
 import re
-import sys
-import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map
 
-from openreg_tools import dispatch, forms
-from openreg_tools.forms import Wrong
+from openreg_tools import dispatch
+from openreg_tools.core.blocks import WIDTH, Block, Lines, Section, Text, cut, hanging, wrapped
+from openreg_tools.core.device import Target, Unusable, add_device, load, target_of
+from openreg_tools.core.options import Wrong, unknown
+from openreg_tools.core.report import Report, add_output, write
 from openreg_tools.recorder import Call, Recorder, Step, about, keyset, listed, path, step
 from openreg_tools.samples import dtype_of, parse, shown
 
@@ -29,13 +30,13 @@ ALWAYS = ("Autocast{}", "Autograd{}", "ADInplaceOrView", "Functionalize", "Backe
 
 
 @dataclasses.dataclass
-class Explanation:
+class Explanation(Report):
     """One call: its keys in the dispatcher's order, and where it ends."""
 
     operator: str
     schema: str
-    called: str
-    target: dispatch.Target
+    called: str  # with what, or that it was not
+    target: Target
     has: dispatch.Has
     end: tuple[str, dispatch.Has]  # the out variant that a structured operator runs, or itself, and its kernel
     steps: list[Step]  # the kernels that run, in order
@@ -44,27 +45,40 @@ class Explanation:
     outcome: str  # what running it gave
     overloads: list[str]  # the operator's other overloads, if the call does not say which
 
-    def text(self) -> str:
-        """The path key by key, the conclusion and the trace, for a terminal of 80 columns."""
-        head = [self.schema, f"called with {self.called}; torch {torch.__version__}"]
+    @property
+    def title(self) -> str:
+        return f"explain {self.operator}"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the operator has a kernel or decomposes, and the call did not raise."""
+        return self.end[1].kind not in ("fallback", "refused") and not self.outcome.startswith("raised")
+
+    def blocks(self, page: bool = False) -> Iterator[Block]:
+        """The path key by key, the conclusion and the trace."""
+        yield Text(self.schema)
         if self.overloads:
-            head.insert(1, f"other overloads: {', '.join(self.overloads)}")
-        lines = [*forms.wrapped(head, 0), ""]
+            yield Text(f"other overloads: {', '.join(self.overloads)}")
+        yield Text(f"{self.called}; torch {torch.__version__}")
+        yield Section("", [Lines(self._path())])
+        yield Section("", [Text(self.conclusion())])
+        if self.calls or self.outcome:
+            yield Section("", [Lines(self.trace()), Text(f"It {self.outcome}.")])
+
+    def _path(self) -> list[str]:
+        """A line for each key, with the number of the ones that run and what each does."""
         order = {key: i for i, key in enumerate(reversed([*dispatch.kernels(self.operator)]))}
         shown = sorted([*self.steps, *self.others], key=lambda s: order.get(s.key, len(order)))
         numbers = {id(s): str(i) for i, s in enumerate(self.steps, 1)}
         width = max(len(s.key) for s in shown)
+        lines = []
         for each in shown:
-            does = textwrap.wrap(each.does, forms.WIDTH - width - 5) or [""]
-            lines.append(f"{numbers.get(id(each), ''):>2} {each.key:{width}}  {does[0]}".rstrip())
-            lines += [f"{'':{width + 5}}{line}" for line in does[1:]]
+            first = f"{numbers.get(id(each), ''):>2} {each.key:{width}}  "
+            lines += hanging(each.does, first) or [first.rstrip()]
             if id(each) in numbers and each.where:
-                margin = width + 5 if width + 5 + len(each.where) <= forms.WIDTH else 4
-                lines.append(" " * margin + forms.cut(each.where, forms.WIDTH - margin))
-        lines += ["", *forms.wrapped([self.conclusion()], 0)]
-        if self.calls or self.outcome:
-            lines += ["", *self.trace(), *forms.wrapped([f"It {self.outcome}."], 0)]
-        return "\n".join(lines)
+                margin = width + 5 if width + 5 + len(each.where) <= WIDTH else 4
+                lines.append(" " * margin + cut(each.where, WIDTH - margin))
+        return lines
 
     def conclusion(self) -> str:
         """Whether the operator runs, decomposes, falls back or raises, and what to write to change it."""
@@ -104,7 +118,6 @@ class Explanation:
         return trace_lines([(dataclasses.replace(top, has=""), self.steps[:1]), *deeper], self.target.key)
 
     def dict(self) -> dict[str, Any]:
-        """What ``--json`` writes."""
         steps = [dataclasses.asdict(s) for s in self.steps]
         return {
             "operator": self.operator, "schema": self.schema, "called": self.called, "torch": torch.__version__,
@@ -133,14 +146,12 @@ def trace_lines(calls: list[tuple[Call, list[Step] | None]], backend: str) -> li
             margin = " " * (margins[-1] + i)
             lines.append(f"{margin}[{'redispatch' if i else 'call'}] op=[{call.name}], key=[{each.key}]{tail}".rstrip())
         if call.error:
-            lines += forms.wrapped([f"raised {call.error}"], margins[-1] + 1)
+            lines += wrapped(f"raised {call.error}", margins[-1] + 1)
         margins.append(margins[-1] + len(steps))
     return lines
 
 
-def explain(
-    op: str, *args: Any, target: dispatch.Target | None = None, run: bool = False, **kwargs: Any
-) -> Explanation:
+def explain(op: str, *args: Any, target: Target | None = None, run: bool = False, **kwargs: Any) -> Explanation:
     """The path of ``op(*args, **kwargs)`` under the current modes (autocast, inference); without arguments, on
     `target`.
 
@@ -155,7 +166,7 @@ def explain(
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
     if target is None:
         places = [t.device for t in tensors if t.device.type != "cpu"] or [t.device for t in tensors]
-        target = dispatch.target(str(places[0]) if places else None)
+        target = target_of(str(places[0]) if places else None)
     given = bool(args or kwargs)
     keys = listed(keyset((args, kwargs)))
     if not given and any("Tensor" in str(a.type) for a in dispatch.schema(name).arguments):
@@ -179,8 +190,8 @@ def explain(
     delegate = dispatch.delegate_of(name) if has.kind == "composite" else ""
     end = (delegate, dispatch.has(delegate, last)) if delegate else (name, has)
     explanation = Explanation(
-        name, str(dispatch.schema(name)), _described(args, kwargs) if given else f"nothing; as on {target.device}",
-        dispatch.Target(target.device, last), has, end, steps, others, [], "",
+        name, str(dispatch.schema(name)), _called(args, kwargs, target.device),
+        Target(target.device, last), has, end, steps, others, [], "",
         [each.partition(".")[2] or "default" for each in overloads if each != name],
     )  # fmt: skip
     if run:
@@ -198,9 +209,11 @@ def _resolve(op: str, args: tuple, kwargs: dict) -> str:
         if overloads and "." not in op:
             return overloads[0]
         overloads.sort()
-        raise Wrong(f"there is no operator {op}" + (f"; there are {', '.join(overloads)}" if overloads else ""))
-    if not any(name.partition(".")[0] == op for name in known):
-        raise Wrong(f"there is no operator {op}; if another library defines it, import that first")
+        if overloads:
+            raise Wrong(f"unknown operator {op!r}; available: {', '.join(overloads)}")
+    names = {name.partition(".")[0] for name in known}
+    if op.partition(".")[0] not in names:
+        raise Wrong(unknown("operator", op, names, "if another library defines it, name that with --import"))
     try:
         overload = torch._C._jit_resolve_packet(op, *args, **kwargs)
     except RuntimeError as error:
@@ -218,6 +231,12 @@ def _overloads(op: str, known: Iterable[str]) -> list[str]:
         return any(a.is_out for a in arguments), overload != "Tensor", overload != "", -tensors, name
 
     return sorted((name for name in known if name.partition(".")[0] == op.partition(".")[0]), key=order)
+
+
+def _called(args: tuple, kwargs: dict, device: str) -> str:
+    if args or kwargs:
+        return f"called with {_described(args, kwargs)}"
+    return f"not called (no --input); showing the path of a plain {device} tensor"
 
 
 def _described(args: tuple, kwargs: dict) -> str:
@@ -256,33 +275,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--autocast", metavar="DTYPE", help="make the call under torch.autocast, for example to bfloat16"
     )
-    dispatch.add_arguments(parser)
-    forms.add_arguments(parser, page=False)
+    add_device(parser)
+    add_output(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """0 if the operator has a kernel or decomposes, 1 if it falls back or raises, 2 if the request is wrong."""
-    try:
-        dispatch.load(arguments.modules, arguments.device)
-        target = dispatch.target(arguments.device, arguments.key)
-        args, kwargs = (), {}
-        if arguments.input:
+    load(arguments.modules, arguments.device)
+    target = target_of(arguments.device, arguments.key)
+    args, kwargs = (), {}
+    if arguments.input:
+        try:
             sample = parse(arguments.input, target.device)
-            args, kwargs = sample.args, sample.kwargs
-            if arguments.grad:
-                args, kwargs = tree_map(_require_grad, (args, kwargs))
-        autocast = contextlib.nullcontext()
-        if arguments.autocast:
-            autocast = torch.autocast(torch.device(target.device).type, dtype_of(arguments.autocast))
-        with autocast:
-            given = None if arguments.input else target
-            explanation = explain(arguments.op, *args, target=given, run=bool(arguments.input), **kwargs)
-    except Wrong as error:
-        tip = "; `operators` and `explain` without --input need no device" * isinstance(error, dispatch.Unusable)
-        print(f"explain: {error}{tip}", file=sys.stderr)
-        return 2
-    forms.write(explanation, arguments)
-    return 1 if explanation.end[1].kind in ("fallback", "refused") or explanation.outcome.startswith("raised") else 0
+        except Unusable as error:
+            raise Wrong(f"{error}; `operators` and `explain` without --input need no device") from None
+        args, kwargs = sample.args, sample.kwargs
+        if arguments.grad:
+            args, kwargs = tree_map(_require_grad, (args, kwargs))
+    autocast = contextlib.nullcontext()
+    if arguments.autocast:
+        autocast = torch.autocast(torch.device(target.device).type, dtype_of(arguments.autocast))
+    with autocast:
+        given = None if arguments.input else target
+        explanation = explain(arguments.op, *args, target=given, run=bool(arguments.input), **kwargs)
+    return write(explanation, arguments)
 
 
 def _require_grad(value: Any) -> Any:

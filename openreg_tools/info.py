@@ -7,7 +7,6 @@ runs without torch and, under ``python -m openreg_tools``, even if a package can
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,72 +15,17 @@ import os
 import platform
 import re
 import sys
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from openreg_tools import backends, forms
+from openreg_tools import backends
 from openreg_tools.backends import AUTOLOAD
+from openreg_tools.core.info import Info
+from openreg_tools.core.options import search_here
+from openreg_tools.core.report import add_output, write
 
 __all__ = ["Info", "collect"]
 
 GROUP = "torch.backends"  # of the entry points that `import torch` loads
-
-
-class Info:
-    """Sections of names and values, and the problems found: each a sentence and its remedy."""
-
-    def __init__(self) -> None:
-        self.sections: dict[str, dict[str, str]] = {}
-        self.problems: list[tuple[str, str]] = []
-
-    def add(self, section: str, **values: Any) -> None:
-        """Add values to a section."""
-        self.sections.setdefault(section, {}).update({k.replace("_", " "): str(v) for k, v in values.items()})
-
-    def problem(self, what: str, remedy: str) -> None:
-        """Add a problem and its remedy."""
-        self.problems.append((what, remedy))
-
-    def works(self, device: str, remedy: str) -> None:
-        """Compare one forward and backward on the device with the CPU."""
-        import torch
-
-        try:
-            gradients = []
-            for each in ("cpu", device):
-                x = torch.arange(6.0).view(2, 3).to(each).requires_grad_()
-                torch.softmax(x @ x.t(), -1).square().sum().backward()
-                gradients.append(x.grad.cpu())
-            torch.testing.assert_close(*gradients)
-            self.add("devices", works="yes: a small forward and backward equal the CPU's")
-        except Exception as error:
-            self.add("devices", works="no")
-            self.problem(
-                f"a small forward and backward fails: {type(error).__name__}: {str(error).splitlines()[0]}", remedy
-            )
-
-    def dict(self) -> dict[str, Any]:
-        """What ``--json`` writes."""
-        problems = [{"problem": what, "remedy": remedy} for what, remedy in self.problems]
-        return {**self.sections, "problems": problems}
-
-    def text(self) -> str:
-        """The report for a terminal of 80 columns."""
-        lines = []
-        for section, values in self.sections.items():
-            lines.append(section)
-            for name, value in values.items():
-                lines += _wrapped(value, f"  {name:19} ", " " * 22) or [f"  {name}"]
-        lines += ["", f"{len(self.problems) or 'no'} problem{'' if len(self.problems) == 1 else 's'}"]
-        for what, remedy in self.problems:
-            lines += [*_wrapped(what, "  - ", "    "), *_wrapped(f"Remedy: {remedy}", "    ", "    ")]
-        return "\n".join(lines)
-
-
-def _wrapped(text: str, first: str, rest: str) -> list[str]:
-    return textwrap.wrap(text, 80, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
 def collect(packages: list[str] | None = None) -> Info:
@@ -93,7 +37,7 @@ def collect(packages: list[str] | None = None) -> Info:
     info = Info()
     group = importlib.metadata.entry_points(group=GROUP)
     loads = {each.value.partition(":")[0].partition(".")[0]: each.name for each in group}
-    with _no_autoload() as autoload:  # a package that fails would break `import torch` too
+    with backends.without_autoload() as autoload:
         _software(info)
         _processor(info)
         told = [backend.package for backend in backends.registered()]
@@ -105,19 +49,6 @@ def collect(packages: list[str] | None = None) -> Info:
         _accelerator(info)
     _environment(info, {f"{name.upper()}_" for name in loads.values()})
     return info
-
-
-@contextlib.contextmanager
-def _no_autoload() -> Iterator[bool]:
-    """Yields whether `import torch` would have loaded backends."""
-    before = os.environ.get(AUTOLOAD)
-    os.environ[AUTOLOAD] = "0"
-    try:
-        yield before != "0"
-    finally:
-        del os.environ[AUTOLOAD]
-        if before is not None:
-            os.environ[AUTOLOAD] = before
 
 
 def _software(info: Info) -> None:
@@ -202,7 +133,7 @@ def _accelerator(info: Info) -> None:
     found = torch.accelerator.current_accelerator()
     info.add("devices", accelerator=found or "none", count=torch.accelerator.device_count())
     if found and torch.accelerator.is_available():
-        info.works(found.type, "report this, with the full output of `info`")
+        info.test(found.type, "report this, with the full output of `info`")
 
 
 def _environment(info: Info, prefixes: set[str]) -> None:
@@ -226,13 +157,11 @@ def _lines(path: str) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
                         help="also check this package, which provides a device")  # fmt: skip
-    forms.add_arguments(parser, page=False)
+    add_output(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """0 if nothing is wrong, 1 if something is."""
-    if arguments.modules and "" not in sys.path and "." not in sys.path:
-        sys.path.append("")  # python -P leaves it out
-    info = collect(arguments.modules)
-    forms.write(info, arguments)
-    return 1 if info.problems else 0
+    if arguments.modules:
+        search_here()
+    return write(collect(arguments.modules), arguments)

@@ -1,8 +1,8 @@
-"""What a version of torch declares about its operators: schemas, which need a kernel, tags, derivative formulas.
+"""What a version of torch declares about its operators: schemas, which need a kernel, derivative formulas.
 
 A manifest is read from three files that every torch ships, installed or in its wheel, without importing it:
 RegistrationDeclarations.h (schemas; whether a backend must register a kernel), native_functions.yaml (structured
-operators, tags, keys) and derivatives.yaml. Those of 2.10.0 to 2.15.0 are in manifests/.
+operators, keys) and derivatives.yaml. Those of 2.10.0 to 2.15.0 are in manifests/.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import re
 import zipfile
 from pathlib import Path
 
-from openreg_tools.forms import Wrong
+from openreg_tools.core.options import Wrong
 
-__all__ = ["Manifest", "Operator", "installed", "read", "save"]
+__all__ = ["Manifest", "Operator", "installed", "read", "save", "versions"]
 
 SHIPPED = Path(__file__).parent / "manifests"
 FILES = (
@@ -45,7 +45,6 @@ class Operator:
     schema: str  # "add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"
     kind: str  # "required", "elsewhere", "structured" (runs through `delegate`), "explicit" or "implicit" (composites)
     delegate: str = ""  # "add.out"
-    tags: tuple[str, ...] = ()
     derivative: str = ""  # its formulas, a line each
 
     def kind_at(self, key: str) -> str:
@@ -80,6 +79,11 @@ class Manifest:
         return out
 
 
+def versions() -> list[str]:
+    """The versions of torch whose manifests are included."""
+    return sorted(path.name.removesuffix(".json.gz") for path in SHIPPED.glob("*.json.gz"))
+
+
 def read(source: str) -> Manifest:
     """The manifest of a version that ships here ("2.13.0"), a saved one, a wheel, or an environment's folder.
 
@@ -92,9 +96,8 @@ def read(source: str) -> Manifest:
     if not path.exists() and re.fullmatch(r"[\d.]+", source):  # "2.15.0", or "2.15" for its first
         path = min(SHIPPED.glob(f"{source}.*json.gz"), default=path)
     if not path.exists():
-        versions = ", ".join(sorted(p.name.removesuffix(".json.gz") for p in SHIPPED.glob("*.json.gz")))
         raise Wrong(
-            f"there is no {source}: expected a version that ships with this package ({versions}), `installed`, "
+            f"there is no {source}: expected a version that ships with this package ({', '.join(versions())}), `installed`, "
             "a saved manifest, a wheel of torch, or the folder of an environment"
         )
     if path.suffix == ".whl":
@@ -107,7 +110,8 @@ def read(source: str) -> Manifest:
         raise Wrong(f"there is no torch in {source}: {FILES[0]} is neither in it nor in its site-packages")
     try:
         data = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_text())
-        operators = {name: Operator(**{**op, "tags": tuple(op["tags"])}) for name, op in data["operators"].items()}
+        fields = [field.name for field in dataclasses.fields(Operator)]
+        operators = {name: Operator(*(op[field] for field in fields)) for name, op in data["operators"].items()}
         return Manifest(data["torch"], operators)
     except (ValueError, KeyError, TypeError) as error:
         raise Wrong(f"{source} is not a manifest: {error}; save one with drift --save") from error
@@ -156,8 +160,7 @@ def _parsed(texts: list[str]) -> Manifest:
             kind = "structured"
         else:
             kind = "explicit" if entry["dispatch"] == "True" else "implicit"
-        tags = tuple(re.findall(r"\w+", native.get("tags", "")))
-        operators[name] = Operator(schema, kind, delegate, tags, "\n".join(formulas.get(name, ())))
+        operators[name] = Operator(schema, kind, delegate, "\n".join(formulas.get(name, ())))
     found = re.search(r"__version__ = '([^'+]+)", version)
     return Manifest(found[1] if found else "unknown", operators)
 

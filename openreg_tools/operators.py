@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
-from openreg_tools import dispatch, forms, manifest, pages
+from openreg_tools import dispatch, manifest
+from openreg_tools.core.blocks import Block, Cell, Section, Table
+from openreg_tools.core.device import Target, add_device, load, target_of
+from openreg_tools.core.options import Wrong, regex, unknown
+from openreg_tools.core.report import Report, add_output, write
 from openreg_tools.dispatch import HAS
-from openreg_tools.forms import Wrong
 
 __all__ = ["Entry", "Operators", "operators"]
 
@@ -56,39 +58,41 @@ class Entry:
 
 
 @dataclasses.dataclass
-class Operators:
+class Operators(Report):
     """The selected entries, and their totals."""
 
-    target: dispatch.Target
+    target: Target
     entries: list[Entry]
+
+    @property
+    def title(self) -> str:
+        return f"operators on {self.target.device}"
 
     def totals(self) -> dict[str, Counter[str]]:
         """Operators by class and by what the device has."""
-        out = {kind: Counter() for kind in CLASSES}
+        found = {kind: Counter() for kind in CLASSES}
         for entry in self.entries:
-            out[entry.kind][entry.has] += 1
-        return out
+            found[entry.kind][entry.has] += 1
+        return found
 
-    def _totals(self) -> list[list[Any]]:
-        rows = [["", *HAS, "all"]]
-        totals = self.totals()
-        for kind, counts in [*totals.items(), ("all", sum(totals.values(), Counter()))]:
-            if counts.total() or kind == "all":
-                rows.append([kind, *(counts[each] for each in HAS), counts.total()])
-        return rows
-
-    def text(self, totals: bool = False) -> str:
-        """The table for a terminal of 80 columns; `totals` leaves out the operators themselves."""
-        lines = []
+    def blocks(self, page: bool = False, totals: bool = False) -> Iterator[Block]:
+        """The operators and their totals; with `totals`, these alone."""
         if self.entries and not totals:
-            rows = [["operator", "class", self.target.device, ""]]
-            rows += [[e.name, e.kind, e.has, ", ".join(e.traits)] for e in self.entries]
-            lines += [*forms.table(rows, left=4, fit=True), ""]
-        lines.append(f"{len(self.entries)} operators of torch {torch.__version__}; {self.target.key}:")
-        return "\n".join([*lines, *forms.table(self._totals(), left=1)])
+            rows = [["operator", "class", self.target.device, "traits"]]
+            rows += [
+                [Cell(e.name, hint=e.schema), Cell(e.kind, hint=CLASSES[e.kind]),
+                 Cell(e.has, STYLES[e.has], f"{e.why} {e.where}".strip()), ", ".join(e.traits)]
+                for e in self.entries
+            ]  # fmt: skip
+            yield Table(rows, left=4, fit=True)
+        counts = self.totals()
+        rows = [["", *HAS, "all"]]
+        for kind, of_kind in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
+            if of_kind.total() or kind == "all":
+                rows.append([kind, *(of_kind[has] for has in HAS), of_kind.total()])
+        yield Section(f"{len(self.entries)} operators of torch {torch.__version__}; {self.target.key}:", [Table(rows)])
 
     def dict(self) -> dict[str, Any]:
-        """What ``--json`` writes."""
         return {
             "torch": torch.__version__,
             "device": self.target.device,
@@ -96,21 +100,6 @@ class Operators:
             "totals": self.totals(),
             "operators": [dataclasses.asdict(entry) for entry in self.entries],
         }
-
-    def html(self) -> str:
-        """One self-contained page."""
-        rows: list[list[Any]] = [["operator", "class", self.target.device, "also"]]
-        rows += [
-            [(x.name, {"title": x.schema}), (x.kind, {"title": CLASSES[x.kind]}),
-             (x.has, {"class": STYLES[x.has], "title": f"{x.why} {x.where}".strip()}), ", ".join(x.traits)]
-            for x in self.entries
-        ]  # fmt: skip
-        body = pages.section("Totals", pages.table(self._totals())) + pages.section("Operators", pages.table(rows))
-        return pages.page(
-            f"operators on {self.target.device}",
-            f"{len(self.entries)} operators of torch {torch.__version__} on {self.target.device}",
-            body,
-        )
 
 
 STYLES = {"own": "pass", "shared": "pass", "composite": "skip", "fallback": "warn", "refused": "fail"}
@@ -135,7 +124,7 @@ def operators(
     Raises:
         Wrong: no such device, key or namespace, or `pattern` matches no operator.
     """
-    target = dispatch.target(device, key)
+    target = target_of(device, key)
     kinds = {*kinds, *OPTIONAL} if "optional" in kinds else kinds
     found, known, matched = [], set(), False
     for name in dispatch.names():
@@ -151,8 +140,8 @@ def operators(
             and (entry.missing or not missing)
         ):
             found.append(entry)
-    if unknown := set(namespaces) - known:
-        raise Wrong(f"there are no operators of {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    for name in sorted(set(namespaces) - known):
+        raise Wrong(unknown("namespace", name, sorted(known), ""))
     if not matched:
         raise Wrong(f"nothing matches --ops {pattern!r}")
     return Operators(target, found)
@@ -195,7 +184,6 @@ def _kind(name: str) -> str:
 
 # ---- the command ----
 
-
 _HAS = {
     "own": "the device has its own kernel",
     "shared": "the CPU's kernel runs on device memory",
@@ -203,51 +191,37 @@ _HAS = {
     "fallback": "the operator runs on copies on the CPU",
     "refused": "the operator raises an error",
 }
+_OPTIONAL = "explicit and implicit"
+_GROUPS = (
+    ("kinds", "class; several: any of them", CLASSES | {"optional": _OPTIONAL}),
+    ("has", "what the device has; several: any of them", _HAS),
+    ("traits", "traits; several: all of them", TRAITS),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    dispatch.add_arguments(parser)
+    add_device(parser)
+    parser.add_argument("--ops", type=regex, default="", metavar="REGEX", help="only operators whose name matches")
+    parser.add_argument("--namespaces", nargs="+", default=["aten"], metavar="NS",
+                        help="namespaces of operators, or `all` (default aten)")  # fmt: skip
+    for destination, title, names in _GROUPS:
+        group = parser.add_argument_group(title)
+        for name, text in names.items():
+            group.add_argument(f"--{name}", dest=destination, action="append_const", const=name, default=[], help=text)
     parser.add_argument(
-        "--ops", type=forms.regex, default="", metavar="REGEX", help="only operators whose name matches"
-    )
-    parser.add_argument(
-        "--namespaces",
-        nargs="+",
-        default=["aten"],
-        metavar="NS",
-        help="namespaces of operators, or `all` (default aten)",
-    )
-    kinds = parser.add_argument_group("class; several: any of them")
-    for name, text in CLASSES.items():
-        kinds.add_argument(f"--{name}", dest="kinds", action="append_const", const=name, default=[], help=text)
-    kinds.add_argument(
-        "--optional", dest="kinds", action="append_const", const="optional", help="explicit and implicit"
-    )
-    has = parser.add_argument_group("what the device has; several: any of them")
-    for name in HAS:
-        has.add_argument(f"--{name}", dest="has", action="append_const", const=name, default=[], help=_HAS[name])
-    has.add_argument(
         "--missing", action="store_true", help="fallback or refused; with --required: a backend's to-do list"
     )
-    traits = parser.add_argument_group("traits; several: all of them")
-    for name, text in TRAITS.items():
-        traits.add_argument(f"--{name}", dest="traits", action="append_const", const=name, default=[], help=text)
     parser.add_argument("--totals", action="store_true", help="print only the totals")
-    forms.add_arguments(parser)
+    add_output(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """0, or 2 if the request is wrong."""
-    try:
-        dispatch.load(arguments.modules, arguments.device)
-        report = operators(
-            arguments.device, arguments.key,
-            namespaces=() if arguments.namespaces == ["all"] else arguments.namespaces,
-            pattern=arguments.ops, kinds=arguments.kinds, has=arguments.has, traits=arguments.traits,
-            missing=arguments.missing,
-        )  # fmt: skip
-    except Wrong as error:
-        print(f"operators: {error}", file=sys.stderr)
-        return 2
-    forms.write(report, arguments, totals=arguments.totals)
-    return 0
+    load(arguments.modules, arguments.device)
+    found = operators(
+        arguments.device, arguments.key,
+        namespaces=() if arguments.namespaces == ["all"] else arguments.namespaces,
+        pattern=arguments.ops, kinds=arguments.kinds, has=arguments.has, traits=arguments.traits,
+        missing=arguments.missing,
+    )  # fmt: skip
+    return write(found, arguments, totals=arguments.totals)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from openreg_tools import dispatch, places
+from openreg_tools.core.device import Target
 from openreg_tools.samples import dtype_name
 
 __all__ = ["Call", "Recorder", "Step", "keyset", "path"]
@@ -164,7 +165,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(
         self,
-        target: dispatch.Target,
+        target: Target,
         events: bool = False,
         overhead: tuple[float, float] = (0.0, 0.0),
         details: bool = False,

@@ -8,25 +8,28 @@ above the recorder, which sees its parts instead.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import statistics
-import sys
 import time
 import timeit
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from openreg_tools import backends, dispatch, forms, pages
+from openreg_tools import backends, dispatch, timeline
+from openreg_tools.core.blocks import Block, Lines, Section, Table, Text, seconds, size
+from openreg_tools.core.device import LACKS, Target, add_device, has_events, load, target_of, to_stderr, usable
+from openreg_tools.core.options import count, file
+from openreg_tools.core.program import Rank, add_program, of_rank, program, run
+from openreg_tools.core.report import Report, add_output, write, write_file
 from openreg_tools.explain import trace_lines
-from openreg_tools.forms import Wrong
 from openreg_tools.recorder import Call, Recorder
-from openreg_tools.script import Rank, add_program, apart, of_rank, program, run
 from openreg_tools.threads import InThreads
-from openreg_tools.timeline import Timeline
 from openreg_tools.waits import Waits
 
 __all__ = ["Candidate", "Row", "Trace", "trace"]
@@ -58,8 +61,8 @@ class Candidate:
     saved: float  # at most
 
 
-class Trace:
-    """A context manager that records what ran; after it ends, `text()`, `dict()`, `html()` and `chrome()` report.
+class Trace(Report):
+    """A context manager that records what ran; after it ends, `text()`, `json()`, `html()` and `chrome()` report.
 
     Args:
         device: the device to record; the accelerator of the process unless given.
@@ -68,8 +71,8 @@ class Trace:
     """
 
     def __init__(self, device: str | None = None, key: str | None = None, name: str = "") -> None:
-        self.target = dispatch.target(device, key)
-        dispatch.usable(self.target.device)
+        self.target = target_of(device, key)
+        usable(self.target.device)
         self.name = name
         self.calls: list[Call] = []
         self.seconds = 0.0
@@ -112,46 +115,33 @@ class Trace:
         counts.update((wait.why, wait.where) for wait in self._waits.found)
         return [(why, where, count) for (why, where), count in counts.most_common()]
 
-    def __str__(self) -> str:
-        return self.text()
+    @property
+    def title(self) -> str:
+        return f"trace of {self.name or 'a program'}"
 
-    def text(self, top: int = 25, calls: bool = False) -> str:
-        """The tables for a terminal of 80 columns: the `top` operators, the waits, what to write next; or all `calls`."""
-        lines = [self._summary(), ""]
+    def blocks(self, page: bool = False, top: int = 25, calls: bool = False) -> Iterator[Block]:
+        """The operators, the waits and what to write next, `top` lines of each; with `calls`, every call first."""
         if calls:
-            lines = [*trace_lines([(call, None) for call in self.calls], self.target.key), "", *lines]
-        rows = self.rows()
-        if not rows:
-            return "\n".join([*lines, f"No operator touched a tensor of {self.target.device}."])
-        table = [["operator", "by", "calls", "time", "each", "bytes", "waits"]]
-        table += [
-            [r.operator, r.has, r.calls, forms.seconds(r.seconds), forms.seconds(r.seconds / r.calls),
-             forms.size(r.bytes), r.waits or ""]
-            for r in rows[:top]
-        ]  # fmt: skip
-        lines += forms.table(table, left=2, fit=True)
-        if len(rows) > top:
-            rest = rows[top:]
-            lines.append(f"and {len(rest)} more, {forms.seconds(sum(r.seconds for r in rest))} (--top {len(rows)})")
-        if waits := self.waits():
-            lines += ["", "The host waited for the device:"]
-            lines += forms.table([[count, why, where] for why, where, count in waits[:top]], left=0)
-        lines += ["", *self._next(top)]
-        return "\n".join(lines)
-
-    def _summary(self) -> str:
+            yield Section("", [Lines(trace_lines([(call, None) for call in self.calls], self.target.key))])
         inside = sum(call.own for call in self.calls)
         clock = "device events" if self._recorder.events else "host clock around the call"
-        return "\n".join(
-            forms.wrapped(
-                [
-                    f"{self.name or 'the program'} on {self.target.device}, torch {torch.__version__}",
-                    self._counts(),
-                    f"{forms.seconds(inside)} in operators ({clock}) of {forms.seconds(self.seconds)} with recording",
-                ],
-                0,
-            )
-        )
+        rank = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
+        yield Text(f"{self.name or 'the program'} on {self.target.device}{rank}, torch {torch.__version__}")
+        yield Text(self._counts())
+        yield Text(f"{seconds(inside)} in operators ({clock}) of {seconds(self.seconds)} with recording")
+        if not (rows := self.rows()):
+            yield Section("", [Text(f"No operator touched a tensor of {self.target.device}.")])
+            return
+        table: list[list[Any]] = [["operator", "by", "calls", "time", "each", "bytes", "waits"]]
+        table += [
+            [r.operator, r.has, r.calls, seconds(r.seconds), seconds(r.seconds / r.calls), size(r.bytes), r.waits or ""]
+            for r in rows
+        ]
+        yield Table(table, left=2, fit=True, top=top, rest=seconds(sum(r.seconds for r in rows[top:])))
+        if waits := self.waits():
+            table = [["times", "why", "where"], *([count, why, where] for why, where, count in waits)]
+            yield Section("The host waited for the device:", [Table(table, left=0, top=top)])
+        yield Section("", self._next(top))
 
     def _counts(self) -> str:
         by = Counter(call.has for call in self.calls)
@@ -159,15 +149,12 @@ class Trace:
         counts = f" ({counts})" if counts else ""
         return f"{len(self.calls):,} calls{counts}, {self.elsewhere:,} on other devices"
 
-    def _next(self, top: int) -> list[str]:
+    def _next(self, top: int) -> list[Block]:
         if not self.candidates:
-            return forms.wrapped([self._unranked() or "Every operator that takes time has a kernel."], 0)
+            return [Text(self._unranked() or "Every operator that takes time has a kernel.")]
         rows = [["write these kernels next", "by", "calls", "now", "kernel", "saves"]]
-        rows += [
-            [c.operator, c.has, c.calls, *map(forms.seconds, (c.seconds, c.kernel, c.saved))]
-            for c in self.candidates[:top]
-        ]
-        return [*forms.table(rows, left=2, fit=True), *forms.wrapped([f"{NOTE} {self._unranked()}".strip()], 0)]
+        rows += [[c.operator, c.has, c.calls, *map(seconds, (c.seconds, c.kernel, c.saved))] for c in self.candidates]
+        return [Table(rows, left=2, fit=True, top=top), Text(f"{NOTE} {self._unranked()}".strip())]
 
     def _unranked(self) -> str:
         """Which operators are not ranked, because only first calls of them were recorded."""
@@ -193,57 +180,13 @@ class Trace:
 
     def chrome(self) -> dict[str, Any]:
         """What ``--chrome`` writes: Chrome's Trace Event Format, which Perfetto and chrome://tracing open."""
-        return self._timeline().chrome()
-
-    def _timeline(self) -> Timeline:
         rank = self.rank if self.ranks > 1 else None
-        recorder = self._recorder
-        return Timeline(recorder, self._waits.found, self.name or "the program", self.seconds, self.time, rank)
-
-    def html(self) -> str:
-        """One self-contained page: the tables and a timeline."""
-        table = [["operator", "by", "calls", "time", "with parts", "bytes", "waits"]]
-        table += [
-            [r.operator, r.has, r.calls, forms.seconds(r.seconds), forms.seconds(r.total), forms.size(r.bytes), r.waits]
-            for r in self.rows()
-        ]
-        ranked = [["operator", "by", "calls", "now", "kernel", "saves at most"]]
-        ranked += [
-            [c.operator, c.has, c.calls, *map(forms.seconds, (c.seconds, c.kernel, c.saved))] for c in self.candidates
-        ]
-        waits = [["the host waited", "where", "times"], *self.waits()]
-        by = Counter(call.has for call in self.calls)
-        rank = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
-        facts = {
-            "calls": f"{len(self.calls):,}",
-            "in operators": forms.seconds(sum(call.own for call in self.calls)),
-            "with recording": forms.seconds(self.seconds),
-            "waits of the host": f"{sum(count for _, _, count in self.waits()):,}",
-            "fallbacks": f"{by['fallback']:,}",
-        }
-        sections = [
-            pages.facts(facts),
-            pages.section("Timeline", self._timeline().html()),
-            pages.section(
-                "Write these kernels next",
-                pages.table(ranked, left=2) + pages.text(f"{NOTE} {self._unranked()}".strip())
-                if self.candidates
-                else pages.text(" ".join(self._next(0))),
-            ),
-            pages.section("Where the host waited", pages.table(waits, left=2) if waits[1:] else pages.text("Nowhere.")),
-            pages.section("Operators", pages.table(table, left=2) if table[1:] else pages.text("None.")),
-        ]
-        return pages.page(
-            f"trace of {self.name}",
-            self.name or "trace",
-            pages.text(f"{self.target.device}{rank}, torch {torch.__version__}. {self._counts()}") + "".join(sections),
-            ("timeline.js",),
-        )
+        return timeline.chrome(self._recorder, self._waits.found, self.name or "the program", self.time, rank)
 
 
 NOTE = (
-    "kernel: at least its launches and its tensors read and written once, at speeds measured here, or the longest "
-    "of its parts now; so it saves that at most. Savings overlap where one contains another."
+    "kernel = lower bound: launch cost plus one pass over its tensors at the measured bandwidth, and never less than "
+    "its slowest part today. saves = now - kernel, an upper bound. Savings overlap where one contains another."
 )
 
 trace = Trace
@@ -254,21 +197,21 @@ def _queues(device: str) -> bool:
     kind = torch.device(device).type
     if kind in ("cpu", "meta"):
         return False
-    return backends.of_device(kind).queues() and dispatch.has_events(device)
+    return backends.of_device(kind).queues() and has_events(device)
 
 
-def _overhead(target: dispatch.Target, rounds: int = 5) -> tuple[float, float]:
+def _overhead(target: Target, rounds: int = 5) -> tuple[float, float]:
     """What recording adds to the host time of a call, and to a composite for each part, in seconds.
 
     On the CPU, if the device lacks a kernel that this needs.
     """
     try:
         return _measured(target, rounds)
-    except dispatch.LACKS:
-        return _measured(dispatch.target("cpu"), rounds)
+    except LACKS:
+        return _measured(target_of("cpu"), rounds)
 
 
-def _measured(target: dispatch.Target, rounds: int) -> tuple[float, float]:
+def _measured(target: Target, rounds: int) -> tuple[float, float]:
     x = torch.zeros(1, device=target.device)
     each, part = [], []
     for _ in range(rounds):
@@ -301,7 +244,7 @@ def _rows(calls: list[Call]) -> list[Row]:
 # ---- what a kernel would save ----
 
 
-def _candidates(rows: list[Row], target: dispatch.Target, least: float) -> list[Candidate]:
+def _candidates(rows: list[Row], target: Target, least: float) -> list[Candidate]:
     """The operators whose calls a kernel would shorten by more than `least` seconds; recording blurs smaller
     savings."""
     wanted = [row for row in rows if row.has in ("composite", "fallback") and row.bytes and row.total]
@@ -309,7 +252,7 @@ def _candidates(rows: list[Row], target: dispatch.Target, least: float) -> list[
         return []
     try:
         launch, bandwidth = _speeds(target)
-    except dispatch.LACKS:  # it has no kernel for what measures them: its kernels take no time, then
+    except LACKS:  # it has no kernel for what measures them: its kernels take no time, then
         launch, bandwidth = 0.0, float("inf")
     out = []
     for row in wanted:
@@ -319,7 +262,7 @@ def _candidates(rows: list[Row], target: dispatch.Target, least: float) -> list[
     return sorted(out, key=lambda c: -c.saved)
 
 
-def _speeds(target: dispatch.Target, size: int = 1 << 22) -> tuple[float, float]:
+def _speeds(target: Target, size: int = 1 << 22) -> tuple[float, float]:
     """Seconds of the smallest call, and bytes per second of a large copy, as measured by the recorder."""
     device = torch.device(target.device)
     recorder = Recorder(target, _queues(target.device), _overhead(target))
@@ -341,32 +284,25 @@ def _speeds(target: dispatch.Target, size: int = 1 << 22) -> tuple[float, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    dispatch.add_arguments(parser)
+    add_device(parser)
     parser.add_argument("--calls", action="store_true", help="print every call, nested as in the dispatch trace")
-    parser.add_argument("--top", type=forms.count, default=25, metavar="N", help="lines of each table (default 25)")
-    forms.add_arguments(parser)
-    parser.add_argument(
-        "--chrome", type=forms.file, metavar="FILE", help="write the timeline for Perfetto or chrome://tracing"
-    )
+    parser.add_argument("--top", type=count, default=25, metavar="N", help="lines of each table (default 25)")
+    add_output(parser)
+    parser.add_argument("--chrome", type=file, metavar="FILE",
+                        help="write the timeline, for Perfetto (https://ui.perfetto.dev) or chrome://tracing")  # fmt: skip
     add_program(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """The program's exit status, 1 if it raised, 2 if the request is wrong."""
-    try:
-        words = program(arguments)
-        dispatch.load(arguments.modules, arguments.device)
-        if not os.path.isfile(words[0]):
-            raise Wrong(f"there is no file {words[0]}")
-        recording = Trace(arguments.device, arguments.key, os.path.basename(words[0]))
-    except Wrong as error:
-        print(f"trace: {error}", file=sys.stderr)
-        return 2
-    with apart(arguments.json):
+    words = program(arguments)
+    load(arguments.modules, arguments.device)
+    recording = Trace(arguments.device, arguments.key, os.path.basename(words[0]))
+    with to_stderr() if arguments.json == "-" else contextlib.nullcontext():
         status = run(words, recording)
     for name in ("json", "html", "chrome"):
         setattr(arguments, name, of_rank(getattr(arguments, name), recording.rank, recording.ranks))
-    forms.write(recording, arguments, top=arguments.top, calls=arguments.calls)
+    write(recording, arguments, top=arguments.top, calls=arguments.calls)
     if arguments.chrome:
-        forms.write_file(arguments.chrome, json.dumps(recording.chrome()))
+        write_file(arguments.chrome, json.dumps(recording.chrome()))
     return status

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from openreg_ops.sanitizer.source_files import FILES
-from openreg_tools.backends import Backend
+from openreg_tools.backends import Backend, Has, Kernel
 
 if TYPE_CHECKING:
     from openreg_tools.conformance.report import Known
-    from openreg_tools.dispatch import Has, Kernel
-    from openreg_tools.info import Info
+    from openreg_tools.core.info import Info
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -36,7 +35,6 @@ class Openreg(Backend):
     def has(self, op: str, key: str, kernel: Kernel) -> Has | None:
         """What the fallback does under its policies and routes, and which kernels are the CPU's."""
         from openreg_ops import fallback
-        from openreg_tools.dispatch import Has
 
         route = fallback._routed.get(op) if key == _identity().dense else None
         if kernel.source == "backend fallback" or route == "fallback":  # denied, or forced
@@ -184,8 +182,6 @@ def _identity() -> Any:
 
 def _fallen(op: str, key: str, found: Kernel) -> Has:
     """What the fallback does with an operator."""
-    from openreg_tools.dispatch import Has
-
     if key != _identity().dense:
         return Has("refused", f"openreg has no kernel for {key}", found.where)
     name, _, overload = op.partition(".")
@@ -219,7 +215,7 @@ def _build(info: Info) -> None:
 
 def _devices(info: Info) -> None:
     from openreg_ops import _C
-    from openreg_tools.forms import size
+    from openreg_tools.core.blocks import size
 
     count = _C.device_count()
     info.add("devices", count=count, isolation=isolation(_C))
@@ -233,7 +229,7 @@ def _devices(info: Info) -> None:
             f"{size(total)}, {size(free)} free, {size(torch.openreg.memory_allocated(i))} in tensors"
         )
     if torch.openreg.is_available():
-        info.works("openreg", "unset OPENREG_FAULTS if it is set; else report this, with the full output of `info`")
+        info.test("openreg", "unset OPENREG_FAULTS if it is set; else report this, with the full output of `info`")
 
 
 def _settings(info: Info) -> None:
@@ -242,7 +238,7 @@ def _settings(info: Info) -> None:
 
     fell = fallback.report()
     info.add(
-        "switched on",
+        "settings",
         launch_mode=_C.launch_mode(),
         fallback=f"{fallback.get_policy()}; {len(fell)} operators fell back so far",
         autograd_fallback=autograd_fallback.get_fallback_mode(),

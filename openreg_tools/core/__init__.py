@@ -1,1 +1,1 @@
-"""What the tools share: one module for one job."""
+"""What the commands share: options, devices, samples, moving and comparing calls, child processes, reports."""

@@ -22,7 +22,9 @@ _NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ([num]?s|B|[KMGT]iB))?")
 
 @functools.cache
 def _file(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8").strip()
+    core = Path(__file__).parents[1] / "core"
+    path = {"style.css": core / "page.css", "page.js": core / "page.js"}.get(name, Path(__file__).with_name(name))
+    return path.read_text(encoding="utf-8").strip()
 
 
 def page(title: str, heading: str, body: str, scripts: Iterable[str] = ()) -> str:

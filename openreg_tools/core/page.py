@@ -1,0 +1,108 @@
+"""A report as one HTML page, light and dark, without references: page.css is its style, page.js sorts and filters.
+
+Every function escapes the text that it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from openreg_tools.core.blocks import Block, Box, Cell, Lines, PageOnly, Section, Table, Text
+
+__all__ = ["data", "facts", "legend", "page"]
+
+FILTERED = 30  # rows from which a table has a field to filter them
+_NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ([num]?s|B|[KMGT]iB))?")
+
+
+def page(title: str, blocks: Iterable[Block], script: Path | None = None) -> str:
+    """The blocks under a title; `script` runs after page.js."""
+    code = "".join(f"<script>\n{_content(path)}\n</script>" for path in (_beside("page.js"), script) if path)
+    heading = html.escape(title)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{heading}</title>'
+        f"<style>\n{_content(_beside('page.css'))}\n</style></head>\n"
+        f'<body><header><h1>{heading}</h1><button id="theme" type="button" hidden></button></header>\n'
+        f"<main>{_joined(blocks)}</main>\n{code}</body></html>\n"
+    )
+
+
+def facts(values: Mapping[str, Any]) -> PageOnly:
+    """Numbers that matter most, by their names."""
+    cells = (f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(str(v))}</dd></div>" for name, v in values.items())
+    return PageOnly(f'<dl class="facts">{"".join(cells)}</dl>')
+
+
+def legend(styles: Mapping[str, tuple[str, str]]) -> PageOnly:
+    """What colors and marks mean: for each style of page.css, the mark and its meaning."""
+    keys = (
+        f'<span><b class="{style}">{html.escape(mark) or "&nbsp;"}</b> {html.escape(meaning)}</span>'
+        for style, (mark, meaning) in styles.items()
+    )
+    return PageOnly(f'<p class="legend">{" ".join(keys)}</p>')
+
+
+def data(name: str, value: Any) -> str:
+    """A value as JSON for the page's script, which finds it by `name`."""
+    words = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{words}</script>'
+
+
+def _beside(name: str) -> Path:
+    return Path(__file__).with_name(name)
+
+
+@functools.cache
+def _content(path: Path) -> str:
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _joined(blocks: Iterable[Block]) -> str:
+    return "".join(map(_block, blocks))
+
+
+def _block(block: Block) -> str:
+    match block:
+        case Text():
+            return f"<p>{html.escape(block.words)}</p>"
+        case Lines():
+            return f'<pre class="wrapped">{html.escape(chr(10).join(block.content))}</pre>'
+        case Table():
+            return _table(block)
+        case Section():
+            heading = f"<h2>{html.escape(block.title)}</h2>" if block.title else ""
+            return f"<section>{heading}{_joined(block.blocks)}</section>\n"
+        case Box():
+            attributes = (f' class="{html.escape(block.style)}"' if block.style else "") + " open" * block.is_open
+            return (
+                f"<details{attributes}><summary>{html.escape(block.title)}</summary>{_joined(block.blocks)}</details>"
+            )
+        case PageOnly():
+            return block.html
+
+
+def _table(block: Table) -> str:
+    head = "".join(f"<th>{html.escape(str(cell))}</th>" for cell in block.rows[0])
+    lines = "".join(f"<tr>{_row(row, block.left)}</tr>\n" for row in block.rows[1:])
+    filtered = ' class="filtered"' if len(block.rows) > FILTERED else ""
+    found = f"<table{filtered}><thead><tr>{head}</tr></thead>\n<tbody>{lines}</tbody></table>"
+    return f'<div class="scroll{" map" * block.marks}">{found}</div>'
+
+
+def _row(row: Sequence[Any], left: int) -> str:
+    return "".join(_cell(cell, "th" if i < left else "td") for i, cell in enumerate(row))
+
+
+def _cell(value: Any, tag: str) -> str:
+    cell = value if isinstance(value, Cell) else Cell(value)
+    words = str(cell)
+    style = cell.style or ("number" if tag == "td" and _NUMBER.fullmatch(words) else "")
+    names = "".join(f' {name}="{html.escape(v)}"' for name, v in (("class", style), ("title", cell.hint)) if v)
+    return f"<{tag}{names}>{html.escape(words)}</{tag}>"
