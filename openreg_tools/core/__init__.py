@@ -1,0 +1,1 @@
+"""What the tools share: one module for one job."""
