@@ -219,7 +219,7 @@ def bytes_of(tensor: Tensor, low: int = 0, high: int | None = None) -> Tensor:
 def view_of(memory: Tensor, low: int, like: Tensor) -> Tensor:
     """A tensor like another one, on bytes that hold the other one's storage from byte `low` on."""
     size = like.element_size()
-    offset = like.storage_offset() - low // size if like.numel() else 0
+    offset = max(0, like.storage_offset() - low // size)  # an empty tensor may lie before what was copied
     with torch.no_grad():
         numbers = memory[: memory.numel() // size * size].view(like.dtype)
         x = numbers.as_strided(like.shape, like.stride(), offset).detach()

@@ -132,7 +132,7 @@ def test_the_scale_of_the_computation_counts_where_it_is_larger(scale):
     got, want = torch.tensor([2.0**-23, 64.0]), torch.tensor([0.0, 64.0])
     assert measure(got, want).ulps > 1e6
     assert measure(got, want, scale=scale).ulps == 2.0**-3
-    assert measure(got, want + 2.0**-17, scale=scale).ulps == 1.0
+    assert measure(got, torch.tensor([2.0**-23, 64.0 - 2.0**-17]), scale=scale).ulps == 2.0
 
 
 def test_nan_and_infinity():
