@@ -15,7 +15,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from openreg_tools import dispatch, places
+from openreg_tools import dispatch
+from openreg_tools.core import place
 from openreg_tools.core.device import Target
 from openreg_tools.samples import dtype_name
 
@@ -182,7 +183,7 @@ class Recorder(TorchDispatchMode):
         self.threads: list[str] = []  # their names
         self.last: dict[tuple[int, int], int] = {}  # by stream, the number of the last call with work there
         self.pending: dict[tuple[int, int], set[int]] = {}  # by stream, the calls that its next work waits for
-        self.places = places.Places(self._stack) if details else None
+        self.places = place.Places(self._stack) if details else None
         self._local, self._lock = threading.local(), threading.Lock()
         self._threads: dict[int, int] = {}
         self._numbers = itertools.count()
@@ -235,14 +236,14 @@ class Recorder(TorchDispatchMode):
         call.first = self._is_first(call, tensors)
         call.wait = self._waits(func, call, args, kwargs)
         if call.wait:
-            call.where = places.line()
+            call.where = place.line()
         enter = call.has == "composite" and not _view(func) and not any(t.is_nested for t in tensors)
         on = None if self._module is None else self._stream(tensors, device)
         if self.places is not None:
             self._describe(call, tensors, on, works=not enter and not _view(func))
         enter = enter and all(frame[1] != name for frame in local.stack)  # under a mode, detach() calls itself
-        place = (call.module, call.phase, call.stack)
-        local.stack.append([call if enter else None, name, 0.0, [], False, place])  # time, calls and waits of its parts
+        now = (call.module, call.phase, call.stack)
+        local.stack.append([call if enter else None, name, 0.0, [], False, now])  # time, calls and waits of its parts
         self.calls.append(call)
         call.start = time.perf_counter() - self.origin
         function = functools.partial(func._op_dk, _composite_key(name)) if enter else func
@@ -319,9 +320,9 @@ class Recorder(TorchDispatchMode):
         if stack:  # a part of a composite
             call.module, call.phase, call.stack = stack[-1][5]
         else:
-            place = self.places.now()
-            phase = f"backward of {place.node}" if place.node else place.phase
-            call.module, call.phase, call.stack = place.module, phase, -1 if place.site is None else place.site
+            now = self.places.now()
+            phase = f"backward of {now.node}" if now.node else now.phase
+            call.module, call.phase, call.stack = now.module, phase, -1 if now.site is None else now.site
         if on is None or not works:
             return
         call.stream = stream = (on.device.index, on.stream_id)
@@ -333,12 +334,12 @@ class Recorder(TorchDispatchMode):
 
     def _stack(self) -> int:
         """The program's frames outside torch and these tools, as an index of `stacks`."""
-        found = tuple((frame.f_code, frame.f_lineno) for frame in itertools.islice(places.frames(), _FRAMES))
+        found = tuple((frame.f_code, frame.f_lineno) for frame in itertools.islice(place.frames(), _FRAMES))
         number = self._stacks.get(found)
         if number is None:
             number = self._stacks[found] = len(self.stacks)
             self.stacks.append(
-                tuple(f"{places.relative(code.co_filename)}:{line} in {code.co_qualname}" for code, line in found)
+                tuple(f"{place.relative(code.co_filename)}:{line} in {code.co_qualname}" for code, line in found)
             )
         return number
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from openreg_tools import dynamo, places
+from openreg_tools import dynamo
+from openreg_tools.core import place
 from openreg_tools.recorder import Recorder
 
 __all__ = ["Wait", "Waits"]
@@ -100,7 +101,7 @@ class Waits:
 
     def _wait(self, why: str, after: Any) -> Any:
         recorder = self.recorder
-        wait = Wait(why, places.line(), recorder.thread(), recorder.now(), 0.0, recorder._stack())
+        wait = Wait(why, place.line(), recorder.thread(), recorder.now(), 0.0, recorder._stack())
         wait.after = tuple(sorted(after))
         self.found.append(wait)
         try:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-import threading
-import types
 import warnings
 from collections.abc import Callable, Iterator
 
 import torch
 
 from openreg_ops import _C
+from openreg_tools.core import place
 
 __all__ = ["get_sync_debug_mode", "set_sync_debug_mode"]
 
 _MODES = ("default", "warn", "error")  # as PyTorch numbers them
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(each.__file__)) + os.sep for each in (torch, _C))
 _REMEDIES = {
     "aten::_local_scalar_dense": "keep the value in a tensor on the device, or read it after the loop",
     "aten::copy_": "pin the host memory and pass non_blocking=True",
@@ -62,22 +58,6 @@ def get_sync_debug_mode() -> int:
     return _MODES.index(_C.sync_debug_mode())
 
 
-def _users(frame: types.FrameType | None) -> types.FrameType | None:
-    """The innermost frame that does not belong to PyTorch or this package."""
-    while frame and os.path.abspath(frame.f_code.co_filename).startswith(_LIBRARIES):
-        frame = frame.f_back
-    return frame
-
-
-def _called_backward() -> types.FrameType | None:
-    """The user's frame on a thread that waits for a backward pass; the main thread is preferred."""
-    main = threading.main_thread().ident
-    for _, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
-        if frame.f_code.co_name == "_engine_run_backward":
-            return _users(frame)
-    return None
-
-
 @contextlib.contextmanager
 def listening(listener: Callable[[str], None]) -> Iterator[None]:
     """While active, tells a tool each operation that waits; the program's own mode stays as it is."""
@@ -101,7 +81,7 @@ def _report(operation: str) -> None:
     if _listeners and _mode == "default":
         return
     node = torch._C._current_autograd_node()
-    frame = _users(sys._getframe()) or _called_backward()  # autograd's threads have no user frames
+    frame = next(place.frames(), None)
     where = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
     backward = f" in the backward of {node.name()}" if node else ""
     message = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,22 +14,7 @@ from openreg_ops import _C
 from openreg_ops.sanitizer.host_values import Place
 from openreg_ops.sanitizer.report import Access, Memory, Span, Stream, Trace
 
-__all__ = ["CapturedGraph", "GraphError", "HostTensor", "Node", "Use", "line_of_the_program"]
-
-
-_NOT_THE_PROGRAM = ("/torch/", "/torchinductor_", "<eval_with_key>", "/openreg_ops/", "contextlib.py")
-
-
-def line_of_the_program(caller: int) -> str:
-    """The calling thread's innermost line outside torch and this package, or else the thread `caller`'s."""
-    line = ""
-    for frame in (sys._getframe(1), sys._current_frames().get(caller)):
-        while frame is not None:
-            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            if not any(each in frame.f_code.co_filename for each in _NOT_THE_PROGRAM):
-                return line
-            frame = frame.f_back
-    return line
+__all__ = ["CapturedGraph", "GraphError", "HostTensor", "Node", "Use"]
 
 
 @dataclass(eq=False)

@@ -20,8 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from openreg_ops import _C
 from openreg_ops.device.memory import address_of
 from openreg_ops.sanitizer import host_values
-from openreg_ops.sanitizer.graph_report import CapturedGraph, GraphError, HostTensor, Node, Use, line_of_the_program
+from openreg_ops.sanitizer.graph_report import CapturedGraph, GraphError, HostTensor, Node, Use
 from openreg_ops.sanitizer.report import READ, WRITE, Access, Memory, Span, Stream, Trace
+from openreg_tools.core.place import line, site
 
 if TYPE_CHECKING:
     from openreg_ops.sanitizer.history import Races
@@ -55,9 +56,7 @@ class Captures:
         index = _C.current_device()
         stream, _ = _stream_of(index)
         trace = Trace(self.races.caller)
-        graph = CapturedGraph(
-            weakref.ref(owner), line_of_the_program(self.races.caller), trace, stream, threading.get_ident()
-        )
+        graph = CapturedGraph(weakref.ref(owner), line(), trace, stream, threading.get_ident())
         graph.streams.add(stream)
         graph.pool = owner.pool()
         graph.generators = set(getattr(owner, "_registered", ()))
@@ -107,7 +106,7 @@ class Captures:
         """An operator is about to be captured: record the host values it takes."""
         graph = self.of_thread()
         assert graph is not None
-        node = Node(str(func), line_of_the_program(self.races.caller), trace, str(graph))
+        node = Node(str(func), line(), trace, str(graph))
         generator = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
         if generator is not None and generator.device.type == "openreg":
             default = torch.openreg.default_generators[generator.device.index]
@@ -192,9 +191,7 @@ class Captures:
         if graph is None or not _C.is_current_stream_capturing():
             return
         trace = Trace(self.races.caller)
-        node = Node(
-            f"the step of {type(optimizer).__name__}", line_of_the_program(self.races.caller), trace, str(graph)
-        )
+        node = Node(f"the step of {type(optimizer).__name__}", line(), trace, str(graph))
         for place in host_values.hyperparameters(optimizer):
             graph.number(node, place)
 
@@ -438,12 +435,7 @@ class Captures:
             graph = memory.graph() if memory is not None and memory.graph is not None else None
             if graph is None or not graph.replays or graph in self.active:
                 return
-            frame = sys._getframe(2)
-            while frame.f_code.co_filename.endswith(
-                ("sanitizer/operators.py", "torch/overrides.py", "torch/_tensor.py")
-            ):
-                frame = frame.f_back
-            key = (frame.f_code, frame.f_lineno, Span.of(x))
+            key = (site(), Span.of(x))
             graph.views[key] = graph.replays
             if len(self.views) > 1000:
                 self.views = {each: known for each, known in self.views.items() if not known[0].expired()}

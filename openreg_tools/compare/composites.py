@@ -17,7 +17,7 @@ from openreg_tools.compare.copies import copied, tensors_of
 from openreg_tools.compare.lockstep import DEVICE_ERRORS, Lockstep
 from openreg_tools.compare.result import Difference
 from openreg_tools.compare.tolerance import Tolerance, largest, measure
-from openreg_tools.places import stack
+from openreg_tools.core.place import stack
 from openreg_tools.samples import shown
 
 __all__ = ["Composites"]

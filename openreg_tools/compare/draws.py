@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from openreg_tools.compare.copies import Facts, tensors_of
-from openreg_tools.places import line
+from openreg_tools.core.place import line
 
 __all__ = ["Draws"]
 

@@ -35,7 +35,7 @@ from openreg_tools.compare.copies import (
 from openreg_tools.compare.draws import Draws
 from openreg_tools.compare.result import Difference, Result
 from openreg_tools.compare.tolerance import SUM, Error, Tolerance, Tolerances, largest, measure
-from openreg_tools.places import Place, Places, site, stack
+from openreg_tools.core.place import Place, Places, site, stack
 from openreg_tools.samples import shown
 from openreg_tools.threads import InThreads, Turn
 

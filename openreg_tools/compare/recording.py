@@ -30,8 +30,8 @@ from openreg_tools import dispatch, forms, script
 from openreg_tools.compare.copies import Facts, Quiet, facts, tensors_of
 from openreg_tools.compare.draws import Draws
 from openreg_tools.compare.lockstep import subclasses, tracing, wait
+from openreg_tools.core.place import Places
 from openreg_tools.forms import Wrong
-from openreg_tools.places import Places
 from openreg_tools.samples import dtype_name, shape_of
 from openreg_tools.threads import InThreads
 

@@ -26,7 +26,7 @@ from openreg_tools.compare.copies import UNDEFINED, copied, equal, tensors_of
 from openreg_tools.compare.lockstep import DEVICE_ERRORS, Lockstep, tracing
 from openreg_tools.compare.result import Difference
 from openreg_tools.compare.tolerance import Tolerance, largest, measure, ulp
-from openreg_tools.places import Place, stack
+from openreg_tools.core.place import Place, stack
 from openreg_tools.samples import shown
 
 __all__ = ["Regions"]

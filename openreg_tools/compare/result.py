@@ -14,7 +14,7 @@ import torch
 
 from openreg_tools import forms, pages
 from openreg_tools.compare.tolerance import Error, Tolerance, Tolerances, matches
-from openreg_tools.places import Place
+from openreg_tools.core.place import Place
 
 __all__ = ["Difference", "Result", "Row"]
 

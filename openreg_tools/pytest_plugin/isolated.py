@@ -20,7 +20,7 @@ import pytest
 from _pytest.skipping import evaluate_xfail_marks
 
 from openreg_tools import backends
-from openreg_tools.pytest_plugin import misuse
+from openreg_tools.core import place
 from openreg_tools.pytest_plugin.findings import Finding
 
 if TYPE_CHECKING:
@@ -192,8 +192,8 @@ def _crashed(session: pytest.Session, plugin: Session, nodeid: str, location: An
     found = (re.search(backend.access, said, re.M) for backend in backends.registered())
     if access := next(filter(None, found), None):
         frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', said, re.M)
-        ours = [frame for frame in frames if not frame[0].startswith(misuse.skipped()) and "/ctypes/" not in frame[0]]
-        where = misuse.shown(session.config.rootpath, ours[0][0], int(ours[0][1])) if ours else "?"
+        ours = [frame for frame in frames if not frame[0].startswith((*place.libraries(), "<"))]
+        where = f"{place.relative(ours[0][0], str(session.config.rootpath))}:{ours[0][1]}" if ours else "?"
         plugin.findings.add(Finding("host", access[1], where, nodeid))
         text = "\n".join([access[0], *(f"{file}:{line}: in {name}" for file, line, name in ours)])
     report = pytest.TestReport(nodeid, location, {}, "failed", text, "call")

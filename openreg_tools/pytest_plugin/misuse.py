@@ -10,21 +10,16 @@ import dataclasses
 import functools
 import gc
 import os
-import reprlib
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
-import numpy
-import pluggy
-import pytest
 import torch
-import typing_extensions
 from _pytest._io import saferepr
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import init as nn_init
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
@@ -36,19 +31,12 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_iter
 
 from openreg_tools import backends, dynamo
+from openreg_tools.core import place
 
 Found = Callable[[str, str, str, bool], None]  # kind, what, where, whether that is the tests' own code
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_SKIPPED = (
-    _TORCH,
-    os.path.dirname(__file__) + os.sep,
-    *(os.path.dirname(module.__file__) + os.sep for module in (numpy, pluggy, pytest)),
-    os.path.join(os.path.dirname(os.path.dirname(pytest.__file__)), "_pytest") + os.sep,
-    typing_extensions.deprecated.__call__.__code__.co_filename,  # around what torch deprecates
-    "<",
-)
 _FOR_ANY = {
     f"torch.cuda.{name}": f": torch.accelerator.{name} asks for any" for name in ("is_available", "device_count")
 }
@@ -72,12 +60,6 @@ _TO_A_MODE = tuple(_TORCH + file for file in ("_compile.py", f"_dynamo{os.sep}ev
 _COPIES = {"aten::copy_": (1, 0), "aten::_copy_from": (0, 1), "aten::_to_copy": (0, None)}
 
 
-@functools.cache  # first used when a test begins, when the devices' packages are imported
-def skipped() -> tuple[str, ...]:
-    """Path prefixes of files whose lines do not belong to the program."""
-    return (*_SKIPPED, *(file for backend in backends.registered() for file in backend.hidden))
-
-
 @functools.cache
 def _watching() -> tuple[str, ...]:
     """Path prefixes of files that watch: these, and the devices'."""
@@ -87,33 +69,9 @@ def _watching() -> tuple[str, ...]:
 
 @functools.cache
 def may_name_cuda() -> tuple[str, ...]:
-    """The skipped paths, and all of the devices' packages."""
+    """The paths of libraries, and all of the devices' packages."""
     files = [sys.modules[backend.package].__file__ for backend in backends.registered()]
-    return (*skipped(), *(os.path.dirname(file) + os.sep for file in files))
-
-
-def place(root: Path, frame: FrameType | None, thread: int | None = None) -> tuple[str, bool]:
-    """The program's line above a frame, and whether it is the tests' own code.
-
-    Work of autograd's nodes has the line of backward(), which waits on `thread` if autograd has its own. It is never
-    the tests' own: the library's operators have put it there.
-    """
-    backward = False
-    for top in (frame, sys._current_frames().get(thread)) if thread != threading.get_ident() else (frame,):
-        while top is not None and top.f_code.co_filename.startswith(skipped()):
-            backward |= top.f_code.co_name == "_engine_run_backward"
-            top = top.f_back
-        if top is not None:
-            where, own = _line(root, top)
-            return where, own and not backward
-    return "in a backward pass", False
-
-
-def shown(root: Path, file: str, line: int) -> str:
-    """A line, relative to the suite's root or to site-packages."""
-    with contextlib.suppress(ValueError):
-        return f"{Path(file).relative_to(root)}:{line}"
-    return f"{file.rpartition(f'site-packages{os.sep}')[2]}:{line}"
+    return (*place.libraries(), *(os.path.dirname(file) + os.sep for file in files))
 
 
 def is_tests(root: Path, variables: dict[str, Any], file: str) -> bool:
@@ -123,10 +81,17 @@ def is_tests(root: Path, variables: dict[str, Any], file: str) -> bool:
     return Path(file).is_relative_to(root) and bool({"test", "tests"} & {*Path(file).relative_to(root).parts[:-1]})
 
 
-def _line(root: Path, frame: FrameType) -> tuple[str, bool]:
-    """A frame's line, and whether it is the tests' own code."""
-    file = frame.f_code.co_filename
-    return shown(root, file, frame.f_lineno), is_tests(root, frame.f_globals, file)
+def line_of(root: Path, frame: FrameType | None = None) -> tuple[str, bool]:
+    """The program's line above a frame, and whether it is the tests' own code.
+
+    A call of backward() is never the tests' own: the library's operators have put there what the pass does.
+    """
+    found, backward = place.innermost(frame)
+    if found is None:
+        return "?", False
+    file = found.f_code.co_filename
+    own = not backward and is_tests(root, found.f_globals, file)
+    return f"{place.relative(file, str(root))}:{found.f_lineno}", own
 
 
 def hide(error: BaseException | None) -> None:
@@ -160,10 +125,11 @@ def _hide(trace: TracebackType | None) -> None:
         each.tb_next = following
 
 
-def _explains(frame: FrameType | None) -> bool:
-    """Whether pytest is showing a value to explain a failed assertion."""
-    while frame is not None and frame.f_code.co_filename.startswith((*skipped(), reprlib.__file__)):
-        if frame.f_code.co_filename == saferepr.__file__:
+def _is_within(path: str, *functions: str) -> bool:
+    """Whether a function of a file, or of a folder's files, is on the stack: any function, if none is named."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(path) and (not functions or frame.f_code.co_name in functions):
             return True
         frame = frame.f_back
     return False
@@ -200,19 +166,15 @@ class Watch:
         self.quiet = 0  # inside a call that has been reported
         self.placed = 0  # inside a call that specifies the device of its result
         self.fallbacks = 0
-        self.thread: int | None = None  # which runs the test
         self.named: set[str] = set()  # lines that name a part of torch.cuda
-
-    def place(self, frame: FrameType | None = None) -> tuple[str, bool]:
-        return place(self.root, frame or sys._getframe(1), self.thread)
 
     def tell(self, kind: str, what: str) -> None:
         if kind in self.kinds:
-            self.found(kind, what, *self.place())
+            self.found(kind, what, *line_of(self.root))
 
     def suspect(self, kind: str, what: str) -> None:
         if kind in self.kinds:
-            self.suspects.append((kind, what, *self.place()))
+            self.suspects.append((kind, what, *line_of(self.root)))
 
     def failed(self) -> None:
         """The test failed: report the errors that it hit."""
@@ -224,7 +186,6 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        self.thread = threading.get_ident()
         with contextlib.ExitStack() as stack:
             for backend in self.backends if self.kinds & {"race", "pinned"} else ():
                 stack.enter_context(backend.races(self._raced))
@@ -272,7 +233,7 @@ class Watch:
         self.waited(_WAITS.get(name, f"{name}: a size or value that depends on data"))
 
     def waited(self, what: str) -> None:
-        if not self.quiet and not _explains(sys._getframe(1)):
+        if not self.quiet and not _is_within(saferepr.__file__):
             self.tell("sync", what)
 
     def cuda(self, what: str) -> None:
@@ -281,12 +242,12 @@ class Watch:
 
     def names_cuda(self, name: str) -> None:
         """A line names a part of torch.cuda."""
-        self.named.add(self.place()[0])
+        self.named.add(line_of(self.root)[0])
         self.cuda(name + _FOR_ANY.get(name, ""))
 
     def uses_cuda(self) -> None:
         """CUDA is initialized: by a function imported by name, if the line does not say torch.cuda."""
-        if self.place()[0] not in self.named:
+        if line_of(self.root)[0] not in self.named:
             self.cuda("torch.cuda is used")
 
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -361,12 +322,9 @@ class Watch:
 
     def _drew(self, name: str, placed: bool) -> _Draw | None:
         """An operator drew from the CPU's global generator; returns the draw if the library made it, to follow it."""
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(skipped()):
-            if frame.f_code.co_filename == f"{_TORCH}nn/init.py" or frame.f_code.co_name == "reset_parameters":
-                return None  # a module is made on the CPU and moved
-            frame = frame.f_back
-        where, own = self.place()
+        if _is_within(nn_init.__file__) or _is_within(_TORCH + "nn", "reset_parameters"):
+            return None  # a module is made on the CPU and moved
+        where, own = line_of(self.root)
         what = f"{name.removeprefix('aten::').partition('.')[0]} on the CPU, "
         if not own:
             return _Draw(what + "in the library", where, not placed)
@@ -385,7 +343,7 @@ class Watch:
             return
         outputs = [x for x in tree_iter((out, _written(func, args, kwargs))) if isinstance(x, torch.Tensor)]
         if any(map(self.on_device, (*tree_iter((args, kwargs)), *outputs))):
-            if not _moves_a_module(sys._getframe(1)):
+            if not _is_within(nn_module.__file__, "_apply", "_load_from_state_dict"):
                 for each in draws:
                     self._tell_draw(each)
             return
@@ -403,7 +361,7 @@ class Watch:
 
     def _taken(self, x: Any) -> None:
         """The library takes numbers as Python's or NumPy's: nothing says where they go."""
-        if not self.place()[1]:
+        if not line_of(self.root)[1]:
             for each in self._draws_in(x):
                 if each.made:
                     self._tell_draw(each)
@@ -418,7 +376,7 @@ class Watch:
         for x in tree_iter(out):
             if self.on_device(x) and _has_storage(x) and (storage := x.untyped_storage())._cdata not in known:
                 if storage.device.type != "meta" and storage.nbytes():  # a fake tensor's size may be unknown
-                    Leaks.made(storage, self, *self.place())
+                    Leaks.made(storage, self, *line_of(self.root))
 
 
 class Leaks:
@@ -630,7 +588,7 @@ def noticing_decorators(root: Path, watch: Callable[[], Watch | None]) -> Iterat
             decorated = decorate(function, device_type=device_type, **options)
             if device_type != "cuda":
                 return decorated
-            where = _line(root, sys._getframe(1))
+            where = line_of(root)
 
             @functools.wraps(decorated)
             def noticed(*args: Any, **kwargs: Any) -> Any:
@@ -754,16 +712,6 @@ def _written(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[Any
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(args[i] if i < len(args) else kwargs.get(argument.name))
     return written
-
-
-def _moves_a_module(frame: FrameType | None) -> bool:
-    """Whether a module's parameters are moved, or loaded from another module's."""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == nn_module.__file__ and code.co_name in ("_apply", "_load_from_state_dict"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 @functools.cache

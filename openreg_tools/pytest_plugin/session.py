@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from openreg_tools import backends
+from openreg_tools.core import place
 from openreg_tools.pytest_plugin import isolated, misuse, sources
 from openreg_tools.pytest_plugin.findings import KINDS, Finding, Findings
 
@@ -127,7 +128,7 @@ class Session:
         if report.skipped and isinstance(report.longrepr, tuple):
             path, line, reason = report.longrepr
             if "cuda" in self.kinds and "cuda" not in self.types and re.search(r"\b(cuda|gpu)\b", reason, re.I):
-                where = misuse.shown(self.config.rootpath, path, line)
+                where = f"{place.relative(path, str(self.config.rootpath))}:{line}"
                 self.findings.add(Finding("cuda", reason.removeprefix("Skipped: "), where, item.nodeid, True))
         if self.is_worker:  # the report goes to the other process, and this goes with it
             report.device_findings = self.findings.pack()

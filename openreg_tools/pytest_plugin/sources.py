@@ -8,8 +8,9 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+from openreg_tools.core import place
 from openreg_tools.pytest_plugin.findings import Finding
-from openreg_tools.pytest_plugin.misuse import is_tests, may_name_cuda, shown
+from openreg_tools.pytest_plugin.misuse import is_tests, may_name_cuda
 
 _DEVICES = {"cpu", "cuda", "hpu", "mps", "mtia", "npu", "xla", "xpu"}
 # Functions that no watcher sees: they mean CUDA if they get "cuda", or this many arguments.
@@ -32,7 +33,7 @@ def findings(root: Path, types: set[str]) -> list[Finding]:
                 asks = [*asks_for_cuda(file.read(), types)]
         except (OSError, SyntaxError, ValueError):
             continue
-        out += [Finding("cuda", what, shown(root, path, line), "", own) for line, what in asks]
+        out += [Finding("cuda", what, f"{place.relative(path, str(root))}:{line}", "", own) for line, what in asks]
     return out
 
 

@@ -37,7 +37,7 @@ def caught(kind, *sentences):
         assert isinstance(found, sanitizer.UnsynchronizedAccessError)
     else:
         assert isinstance(found, sanitizer.GraphError) and found.kind == kind, text
-        assert f"the graph captured at {__file__}" in text
+        assert "the graph captured at tests/runtime/test_capture_sanitizer.py:" in text
     for each in (*sentences, "Remedy: "):
         assert each in text, text
     assert text.count("with stack trace: File") + text.count("With stack trace: File") >= 2, text

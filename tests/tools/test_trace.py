@@ -19,8 +19,8 @@ from processes import python
 import openreg_ops
 from openreg_tools import dispatch
 from openreg_tools import script as programs
+from openreg_tools.core.place import Place
 from openreg_tools.forms import Wrong
-from openreg_tools.places import Place
 from openreg_tools.recorder import Call, Recorder
 from openreg_tools.trace import Candidate, Row, Trace, add_arguments, main
 from openreg_tools.waits import Waits

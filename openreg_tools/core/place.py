@@ -1,12 +1,14 @@
 """Where a program is: its line, the module whose forward or backward runs, and the phase of the training step.
 
-`Places` follows a program for `compare`, `record` and `trace`.
+The program's frames are those outside PyTorch, these tools, the devices' packages, NumPy and pytest. `Places` follows a
+program for `compare`, `record` and `trace`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import linecache
 import os
 import sys
@@ -23,13 +25,109 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["Place", "Places", "frames", "line", "relative", "site", "stack"]
+from openreg_tools import backends
 
-_TOOLS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
-_THREADS = (threading.__file__, os.path.join(os.path.dirname(threading.__file__), "concurrent", "futures") + os.sep)
-_OURS = (os.path.dirname(torch.__file__) + os.sep, _TOOLS, _COMPILED, *_THREADS, "<frozen", "<eval_with_key>")
+__all__ = ["Place", "Places", "frames", "innermost", "libraries", "line", "relative", "site", "stack"]
+
+
+def _paths(*modules: str) -> Iterator[str]:
+    """The folder of a package, or the file of a module, without importing it."""
+    for name in modules:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin:
+            yield spec.origin.removesuffix("__init__.py")
+
+
+_LIBRARIES = (
+    *_paths("torch", "openreg_tools", "numpy", "pytest", "_pytest", "pluggy"),
+    *_paths("concurrent.futures", "contextlib", "ctypes", "functools", "reprlib", "threading", "typing_extensions"),
+    os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_"),
+)
 _MOST = 200_000  # forward calls whose place is kept for backward
+
+
+# ---- frames ----
+
+
+def libraries() -> tuple[str, ...]:
+    """Path prefixes of files whose lines are not the program's."""
+    return (*_LIBRARIES, *(path for backend in backends.registered() for path in backend.hidden))
+
+
+def frames(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """The program's frames, the innermost first.
+
+    On one of autograd's threads, they are the frames of the thread that called backward().
+
+    Args:
+        frame: where to begin; the caller by default.
+    """
+    return (found for found, _ in _walk(frame or sys._getframe()))
+
+
+def innermost(frame: FrameType | None = None) -> tuple[FrameType | None, bool]:
+    """The first of `frames`, and whether it is the one that called backward()."""
+    return next(_walk(frame or sys._getframe()), (None, False))
+
+
+def _walk(frame: FrameType) -> Iterator[tuple[FrameType, bool]]:
+    found = False
+    for each in _outwards(frame):
+        found = True
+        yield each
+    if found or torch._C._current_graph_task_id() == -1:
+        return
+    main = threading.main_thread().ident
+    for _, top in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        if waiting := [each for each in _outwards(top) if each[1]]:
+            yield from waiting
+            return
+
+
+def _outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, bool]]:
+    """The program's frames, and whether backward() was called on the way there from `frame`."""
+    paths, backward = libraries(), False
+    while frame is not None and frame.f_code.co_filename != "<frozen runpy>":  # a command runs the program through it
+        if frame.f_code.co_name == "_engine_run_backward":  # which devices' packages wrap
+            backward = True
+        elif not frame.f_code.co_filename.startswith(paths) and not _is_generated(frame):
+            yield frame, backward
+        frame = frame.f_back
+
+
+def _is_generated(frame: FrameType) -> bool:
+    """Whether a frame's code is neither in a file, nor typed in by the user, nor passed with ``python -c``."""
+    return frame.f_code.co_filename.startswith("<") and frame.f_globals.get("__name__") != "__main__"
+
+
+def site() -> tuple[str, int] | None:
+    """The file and line of the program; None on a thread that runs none of it."""
+    frame = next(frames(), None)
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def line() -> str:
+    """The file and line of the program, as text; "?" on a thread that runs none of it."""
+    found = site()
+    return "?" if found is None else f"{relative(found[0])}:{found[1]}"
+
+
+def stack() -> list[str]:
+    """The program's frames, as Python prints them, the innermost last."""
+    found = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames()]
+    return [
+        f"{file}:{number} in {name}: {linecache.getline(file, number).strip()}" for file, number, name in found[::-1]
+    ]
+
+
+@functools.cache
+def relative(path: str, root: str = os.curdir) -> str:
+    """The path from `root`, if the file is below it, else from site-packages."""
+    inside = os.path.relpath(path, root)
+    return path.rpartition(f"site-packages{os.sep}")[2] if inside.startswith("..") else inside
+
+
+# ---- modules and phases ----
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,45 +250,8 @@ class Places:
         return Place(module, where, "optimizer" if getattr(self._local, "step", False) else "forward")
 
 
-@functools.cache
-def relative(path: str) -> str:
-    """The path from the working directory, if the file is below it."""
-    inside = os.path.relpath(path)
-    return path if inside.startswith("..") else inside
-
-
 def _number(node: Any) -> int:
     try:
         return node._sequence_nr()
     except (AttributeError, RuntimeError):
         return -1
-
-
-def frames() -> Iterator[FrameType]:
-    """The program's frames, those outside PyTorch and these tools, the innermost first."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != "<frozen runpy>":  # a command runs the program through it
-        code = frame.f_code
-        if not code.co_filename.startswith(_OURS) and code.co_name != "_engine_run_backward":  # which backends wrap
-            yield frame
-        frame = frame.f_back
-
-
-def site() -> tuple[str, int] | None:
-    """The file and line of the program."""
-    frame = next(frames(), None)
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-
-
-def line() -> str:
-    """The file and line of the program, as text; "backward" on a thread that runs none of it."""
-    found = site()
-    return "backward" if found is None else f"{relative(found[0])}:{found[1]}"
-
-
-def stack() -> list[str]:
-    """The program's frames, as Python prints them, the innermost last."""
-    found = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames()]
-    return [
-        f"{file}:{number} in {name}: {linecache.getline(file, number).strip()}" for file, number, name in found[::-1]
-    ]
