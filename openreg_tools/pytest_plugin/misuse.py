@@ -71,7 +71,7 @@ def _watching() -> tuple[str, ...]:
 def may_name_cuda() -> tuple[str, ...]:
     """The paths of libraries, and all of the devices' packages."""
     files = [sys.modules[backend.package].__file__ for backend in backends.registered()]
-    return (*place.libraries(), *(os.path.dirname(file) + os.sep for file in files))
+    return (*place.libraries(), "<", *(os.path.dirname(file) + os.sep for file in files))
 
 
 def is_tests(root: Path, variables: dict[str, Any], file: str) -> bool:
@@ -88,7 +88,7 @@ def line_of(root: Path, frame: FrameType | None = None) -> tuple[str, bool]:
     """
     found, backward = place.innermost(frame)
     if found is None:
-        return "?", False
+        return "in a backward pass", False
     file = found.f_code.co_filename
     own = not backward and is_tests(root, found.f_globals, file)
     return f"{place.relative(file, str(root))}:{found.f_lineno}", own
