@@ -24,7 +24,19 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from openreg_tools.conformance import opinfo
+from openreg_tools.conformance.outcomes import (
+    HOST_ARGUMENTS,
+    UNINITIALIZED,
+    Outcome,
+    Report,
+    first_line,
+    run,
+    same,
+    short,
+)
+from openreg_tools.core import opinfo
+from openreg_tools.core.move import Move
+from openreg_tools.core.variations import SHAPES, is_strided
 
 CHECKS = ("async", "async_errors")
 
@@ -63,18 +75,18 @@ def has_modes(device: str) -> bool:
 class Seen:
     """What a program can observe of a call: its result or error, the error of synchronizing, and the operands."""
 
-    outcome: opinfo.Outcome
+    outcome: Outcome
     late: Exception | None
     operands: list[torch.Tensor]
 
 
-def observe(call: Callable[[opinfo.Mover], Any], device: str, mode: str) -> Seen:
+def observe(call: Callable[[Move], Any], device: str, mode: str) -> Seen:
     """Call in a launch mode, then synchronize."""
     module = getattr(torch, torch.device(device).type)
     late = None
     with module.launch_mode(mode), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        outcome = opinfo.run(call, device)
+        outcome = run(call, device)
         try:
             module.synchronize()
         except Exception as error:
@@ -83,21 +95,20 @@ def observe(call: Callable[[opinfo.Mover], Any], device: str, mode: str) -> Seen
 
 
 def compare(
-    report: opinfo.Report, check: str, index: int, what: str, call: Callable, device: str, values: bool = True
+    report: Report, check: str, index: int, what: str, call: Callable, device: str, values: bool = True
 ) -> None:
     """Call in both modes and record each difference, including values if they are meaningful."""
-    expected = observe(call, device, "inline")
-    actual = observe(call, device, "async")
+    expected, actual = observe(call, device, "inline"), observe(call, device, "async")
     report.ran[check] += 1
 
     def fail(kind: str, message: str) -> None:
-        report.failures.append(opinfo.Failure(check, kind, index, f"{what}: {message}"))
+        report.fail(check, kind, index, f"{what}: {message}")
 
     error = expected.outcome.error
     theirs, ours = (each and _said(each) for each in (error, actual.outcome.error))
     if actual.late is not None:
         if error is None or not (ASSERTS.search(str(error)) and str(error).splitlines()[0] in str(actual.late)):
-            fail("late", f"the synchronization raised {opinfo.first_line(actual.late)}; inline: {theirs}")
+            fail("late", f"the synchronization raised {first_line(actual.late)}; inline: {theirs}")
         return
     if theirs != ours:
         return fail(
@@ -110,87 +121,45 @@ def compare(
     pairs += zip(*leaves, strict=True)
     for e, a in pairs if values else ():
         if isinstance(e, torch.Tensor) and not same(e, a):
-            fail("value", f"async gave {_short(a)}, inline {_short(e)}")
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether everything that a program can observe is equal, bit for bit."""
-    if (a.dtype, a.layout, a.device, a.requires_grad) != (b.dtype, b.layout, b.device, b.requires_grad):
-        return False
-    if a.is_nested or b.is_nested:
-        return a.is_nested == b.is_nested and all(map(same, a.unbind(), b.unbind()))
-    if a.shape != b.shape:
-        return False
-    if a.layout != torch.strided:
-        return same(a.to_dense(), b.to_dense())
-    if a.is_quantized:
-        return same(a.int_repr(), b.int_repr())
-    if a.stride() != b.stride():
-        return False
-    if any(size < 0 for size in a.shape):  # as_strided makes such a tensor, which nothing can read
-        return True
-    a, b = (x.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for x in (a, b))
-    if a.dtype.is_floating_point or a.dtype.is_complex:
-        if a.element_size() > 1 and a.dtype != torch.complex32:
-            return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) if a.numel() else True
+            fail("value", f"async gave {short(a)}, inline {short(e)}")
 
 
 def _said(error: Exception) -> str:
     """The first line of an error; of one that ran out of memory, without how much is in use at that moment."""
-    line = opinfo.first_line(error)
+    line = first_line(error)
     return line.partition(" Device ")[0] if isinstance(error, torch.OutOfMemoryError) else line
-
-
-def _short(x: Any) -> str:
-    return f"{x.dtype} {list(x.shape)} {x.flatten()[:3].tolist()}" if isinstance(x, torch.Tensor) else repr(x)
 
 
 # ---- wrong samples ----
 
 Arguments = tuple[Any, tuple, dict]
 
+# Numbers stay small: the CPU would allocate a large size, or compute for minutes.
+WRONG_VALUES: dict[type, tuple] = {int: (-1, -7, 7), float: (-1.5, 300.0, 1e6), str: ("no such",)}
+WRONG_SHAPES = ("last longer", "one dimension less", "one dimension more", "empty", "transposed")
+
 
 def wrong(arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
     """Yields the arguments of a valid call with one change that makes them wrong, or only different, and that change."""
     leaves, spec = tree_flatten(arguments)
-    tensors = [i for i, x in enumerate(leaves) if _is_plain(x)]
+    tensors = [i for i, x in enumerate(leaves) if is_strided(x)]
     floats = [i for i in tensors if leaves[i].dtype.is_floating_point or leaves[i].dtype.is_complex]
-    others = [i for i in tensors if i not in floats]
 
     def change(which: list[int], change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
         return tree_unflatten([change(x) if i in which else x for i, x in enumerate(leaves)], spec)
 
-    for group, name in ((floats, "floating"), (others, "integral")):
+    for name, group in (("floating", floats), ("integral", [i for i in tensors if i not in floats])):
         for dtype in DTYPES if group else ():
             yield f"{name} tensors to {dtype}", change(group, lambda x, dtype=dtype: _to(x, dtype))
-    for i in tensors[:4] if len(tensors) > 1 else ():
-        for dtype in MIXED:
-            yield f"tensor {i} to {dtype}", change([i], lambda x, dtype=dtype: _to(x, dtype))
     for i in tensors[:4]:
-        for name, reshape in SHAPES.items():
-            yield f"tensor {i} {name}", change([i], reshape)
+        for dtype in MIXED if len(tensors) > 1 else ():
+            yield f"tensor {i} to {dtype}", change([i], lambda x, dtype=dtype: _to(x, dtype))
+        for shape in WRONG_SHAPES:
+            if leaves[i].numel():
+                yield f"tensor {i}, {shape}", change([i], SHAPES[shape])
     for i, x in enumerate(leaves):
-        if isinstance(x, bool) or not isinstance(x, (int, float, str)):
-            continue
-        for value in WRONG_VALUES[type(x)]:
+        for value in WRONG_VALUES.get(type(x), ()):
             yield f"argument {x!r} as {value!r}", tree_unflatten([*leaves[:i], value, *leaves[i + 1 :]], spec)
-
-
-# Numbers stay small: the CPU would allocate a large size, or compute for minutes.
-WRONG_VALUES: dict[type, tuple] = {int: (-1, -7, 7), float: (-1.5, 300.0, 1e6), str: ("no such",)}
-
-SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "with one column more": lambda x: torch.cat([x, x[..., :1]], -1) if x.dim() and x.numel() else x,
-    "without its first dimension": lambda x: x[0] if x.dim() and x.shape[0] else x,
-    "with a dimension more": lambda x: x.unsqueeze(0).expand(2, *x.shape).contiguous(),
-    "empty": lambda x: x.flatten()[:0],
-    "transposed": lambda x: x.mT if x.dim() > 1 else x,
-}
-
-
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested and not x.is_quantized
 
 
 def _to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -199,9 +168,9 @@ def _to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (x.abs() > 1 if x.dtype != torch.bool else x).to(torch.float32).to(dtype)
 
 
-def _call(op: Any, function: Callable, arguments: Arguments, **more: Any) -> Callable[[opinfo.Mover], Any]:
-    def call(move: opinfo.Mover) -> Any:
-        rest = opinfo.Mover("cpu") if op.name in opinfo.HOST_ARGUMENTS else move
+def _call(op: Any, function: Callable, arguments: Arguments, **more: Any) -> Callable[[Move], Any]:
+    def call(move: Move) -> Any:
+        rest = Move("cpu") if op.name in HOST_ARGUMENTS else move
         input_, args, kwargs = arguments
         return function(move(input_), *rest(args), **rest({**kwargs, **more}))
 
@@ -214,17 +183,18 @@ def check(
     device: str,
     samples: int,
     checks: tuple[str, ...],
-    report: opinfo.Report,
+    report: Report,
     at: Callable[[str], None],
 ) -> None:
     """Run the `CHECKS` that are in `checks` for one operator and dtype, into `report`."""
-    if not has_modes(device) or op.name in opinfo.UNINITIALIZED:
+    if not has_modes(device) or op.name in UNINITIALIZED:
         return
     values = op.full_name not in GARBAGE
-    for i, sample in enumerate(opinfo._samples(op, dtype, False, samples)):
+    errors = "async_errors" in checks and dtype == opinfo.first_dtype(op)
+    for i, sample in enumerate(opinfo.samples(op, dtype, False, samples)):
         arguments = (sample.input, tuple(sample.args), sample.kwargs)
-        if not any(map(_is_plain, tree_leaves(arguments))):
-            continue  # a factory, for which Mover cannot tell the device
+        if not any(map(is_strided, tree_leaves(arguments))):
+            continue  # a factory, for which Move cannot tell the device
         forms = {"": op.op, " in place": None if sample.broadcasts_input else op.get_inplace()}
         for form, function in forms.items():
             if function is None:
@@ -232,14 +202,12 @@ def check(
             at(f"async, sample {i}")
             if "async" in checks:
                 compare(report, "async", i, f"valid{form}", _call(op, function, arguments), device)
-            if "async_errors" not in checks or dtype != opinfo._first_dtype(op):
-                continue
-            for what, changed in wrong(arguments):
+            for what, changed in wrong(arguments) if errors else ():
                 at(f"async_errors, sample {i}")
                 compare(report, "async_errors", i, what + form, _call(op, function, changed), device, values)
-        if "async_errors" in checks and dtype == opinfo._first_dtype(op) and op.supports_out:
+        if errors and op.supports_out:
             _outs(op, arguments, i, device, report)
-    if "async_errors" in checks and op.error_inputs_func and dtype == opinfo._first_dtype(op):
+    if errors and op.error_inputs_func:
         torch.manual_seed(opinfo.SEED)
         for i, each in enumerate(itertools.islice(op.error_inputs("cpu"), 8 * samples)):
             at(f"async_errors, sample {i}")
@@ -248,12 +216,12 @@ def check(
             compare(report, "async_errors", i, "error input", call, device)
 
 
-def _outs(op: Any, arguments: Arguments, index: int, device: str, report: opinfo.Report) -> None:
+def _outs(op: Any, arguments: Arguments, index: int, device: str, report: Report) -> None:
     """Call with results of another dtype, shape and layout."""
-    expected = opinfo.run(_call(op, op.op, arguments), "cpu").value
+    expected = run(_call(op, op.op, arguments), "cpu").value
     single = isinstance(expected, torch.Tensor)
     flat = [expected] if single else expected
-    if not isinstance(flat, (list, tuple)) or not all(map(_is_plain, flat)) or "out" in arguments[2]:
+    if not isinstance(flat, (list, tuple)) or not all(map(is_strided, flat)) or "out" in arguments[2]:
         return
     for what, make in {
         **{f"out of {dtype}": lambda t, dtype=dtype: torch.zeros_like(t, dtype=dtype) for dtype in DTYPES},
@@ -265,17 +233,17 @@ def _outs(op: Any, arguments: Arguments, index: int, device: str, report: opinfo
         compare(report, "async_errors", index, what, call, device)
 
 
-def _call_with(function: Callable, args: tuple, kwargs: dict[str, Any], move: opinfo.Mover) -> Any:
+def _call_with(function: Callable, args: tuple, kwargs: dict[str, Any], move: Move) -> Any:
     return function(*move(args), **move(kwargs))
 
 
-def check_operator(function: Callable, samples: Iterable[Any], device: str) -> opinfo.Report:
+def check_operator(function: Callable, samples: Iterable[Any], device: str) -> Report:
     """The check async_errors for any function, such as ``torch.ops.mylib.foo``.
 
     Args:
-        samples: objects with ``args`` and ``kwargs``, tensors on the CPU (`openreg_tools.samples.Sample`).
+        samples: objects with ``args`` and ``kwargs``, tensors on the CPU (`openreg_tools.core.samples.Sample`).
     """
-    report = opinfo.Report()
+    report = Report()
     for i, sample in enumerate(samples):
         valid = (None, tuple(sample.args), dict(sample.kwargs))
         for what, (_, args, kwargs) in itertools.chain([("valid", valid)], wrong(valid)):

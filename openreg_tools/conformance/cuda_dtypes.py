@@ -19,8 +19,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools.conformance import opinfo, transforms
-from openreg_tools.conformance.one_sample import Sample, empty, sized
+from openreg_tools.conformance import transforms
+from openreg_tools.conformance.one_sample import OneSample, empty, sized
+from openreg_tools.conformance.outcomes import Outcome, Report, first_line, one_line, run
+from openreg_tools.core import opinfo
+from openreg_tools.core.move import Move
 
 CHECKS = ("cuda_dtypes", "autocast")
 
@@ -67,12 +70,12 @@ def check(
     samples: int = 8,
     checks: tuple[str, ...] = CHECKS,
     at: Callable[[str], None] = lambda where: None,
-) -> opinfo.Report:
+) -> Report:
     """Run the checks of this module; `cuda_dtypes` goes with the first dtype of `op`, `autocast` with float32."""
-    report = opinfo.Report()
+    report = Report()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if "cuda_dtypes" in checks and dtype == opinfo._first_dtype(op):
+        if "cuda_dtypes" in checks and dtype == opinfo.first_dtype(op):
             for missing in dtypes_of(op):
                 check_dtype(op, missing, device, samples, report, at)
         if "autocast" in checks and dtype == torch.float32 and not op.name.startswith("_foreach"):
@@ -135,10 +138,10 @@ class _Case:
     index: int
     dtype: torch.dtype
     device: str
-    report: opinfo.Report
+    report: Report
 
     def fail(self, kind: str, message: str) -> None:
-        self.report.failures.append(opinfo.Failure("cuda_dtypes", kind, self.index, f"{self.dtype}: {message}"))
+        self.report.fail("cuda_dtypes", kind, self.index, f"{self.dtype}: {message}")
 
     def call(self, function: Callable, move: Callable, **more: Any) -> Any:
         s = self.sample
@@ -165,19 +168,19 @@ class _Case:
     def run(self, backward: bool) -> None:
         self.report.ran["cuda_dtypes"] += 1
         expected, gradients = self.expected(backward)
-        move = opinfo.Mover(self.device, backward)
+        move = Move(self.device, backward)
         torch.manual_seed(opinfo.SEED)
         try:
             result = self.call(self.op, move)
         except Exception as error:
-            return self.fail("error", opinfo.first_line(error))
+            return self.fail("error", first_line(error))
         actual = _tensors(result)
         self.compare(expected, actual, "value", self.dtypes())
         if backward:
             try:
                 found = _gradients(self.sample, result, move.leaves, self.dtype)
             except Exception as error:
-                return self.fail("gradient", f"backward: {opinfo.first_line(error)}")
+                return self.fail("gradient", f"backward: {first_line(error)}")
             self.compare(gradients, found, "gradient", [x.dtype for x in move.leaves] if found else [])
         self.inplace(actual)
         self.out(actual)
@@ -185,7 +188,7 @@ class _Case:
     def dtypes(self) -> list[torch.dtype] | None:
         """The dtypes of the results according to the meta kernels; None if they fail."""
         try:
-            return [x.dtype for x in _tensors(self.call(self.op, opinfo.Mover("meta")))]
+            return [x.dtype for x in _tensors(self.call(self.op, Move("meta")))]
         except Exception:
             return None
 
@@ -229,7 +232,7 @@ class _Case:
         try:
             torch.testing.assert_close(actual, expected, equal_nan=True, **options)
         except AssertionError as error:
-            self.fail(kind, opinfo._one_line(error))
+            self.fail(kind, one_line(error))
 
     def inplace(self, forward: list[torch.Tensor]) -> None:
         """In place, the values must equal the forward call's, bit for bit."""
@@ -238,12 +241,12 @@ class _Case:
             return
         if forward[0].dtype != input_.dtype:
             return
-        move = opinfo.Mover(self.device)
+        move = Move(self.device)
         torch.manual_seed(opinfo.SEED)
         try:
             result = self.call(function, move)
         except Exception as error:
-            return self.fail("error", f"in place: {opinfo.first_line(error)}")
+            return self.fail("error", f"in place: {first_line(error)}")
         if result is not move(input_):
             self.fail("alias", "in place: expected the first argument back")
         self.same(result, forward[0], "in place")
@@ -256,16 +259,16 @@ class _Case:
             self.report.notes["out= is not written by PyTorch's composite"] += 1
             return
         dense = all(x.layout == torch.strided for x in forward)
-        for make in (sized, _strided, empty) if dense else (sized,):
-            move = opinfo.Mover(self.device)
+        for make in (sized, strided, empty) if dense else (sized,):
+            move = Move(self.device)
             outs = [move(make(x.detach().cpu())) for x in forward]
             torch.manual_seed(opinfo.SEED)
             try:
                 self.call(self.op, move, out=outs[0] if len(outs) == 1 else tuple(outs))
             except Exception as error:
-                return self.fail("error", f"out= ({make.__name__.lstrip('_')}): {opinfo.first_line(error)}")
+                return self.fail("error", f"out= ({make.__name__}): {first_line(error)}")
             for e, a in zip(forward, outs, strict=True):
-                self.same(a, e, f"out= ({make.__name__.lstrip('_')})")
+                self.same(a, e, f"out= ({make.__name__})")
 
     def leaves_out(self, forward: list[torch.Tensor]) -> bool:
         """Whether the CPU fails to resize an empty out= in the wider dtype, as fft.ihfftn of one dimension does."""
@@ -286,10 +289,10 @@ class _Case:
         try:
             torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
         except AssertionError as error:
-            self.fail("value", f"{where}: {opinfo._one_line(error)}")
+            self.fail("value", f"{where}: {one_line(error)}")
 
 
-def _strided(t: torch.Tensor) -> torch.Tensor:
+def strided(t: torch.Tensor) -> torch.Tensor:
     """The reversed dimension order, every second element."""
     if not t.dim():
         return torch.ones(3, dtype=t.dtype)[1]
@@ -319,11 +322,11 @@ def _gradients(sample: Any, result: Any, leaves: list[torch.Tensor], dtype: torc
 
 
 def check_dtype(
-    op: Any, dtype: torch.dtype, device: str, samples: int, report: opinfo.Report, at: Callable[[str], None]
+    op: Any, dtype: torch.dtype, device: str, samples: int, report: Report, at: Callable[[str], None]
 ) -> None:
     """Check `op` in one dtype that the CPU lacks."""
     backward = op.supports_autograd and dtype in op.supported_backward_dtypes("cuda")
-    for i, sample in enumerate(opinfo._samples(op, dtype, backward, samples)):
+    for i, sample in enumerate(opinfo.samples(op, dtype, backward, samples)):
         at(f"cuda_dtypes, sample {i}")
         _Case(op, sample, i, dtype, device, report).run(backward)
 
@@ -331,33 +334,32 @@ def check_dtype(
 # ---- autocast ----
 
 
-def check_autocast(op: Any, device: str, samples: int, report: opinfo.Report, at: Callable[[str], None]) -> None:
+def check_autocast(op: Any, device: str, samples: int, report: Report, at: Callable[[str], None]) -> None:
     """What runs in float32 must run under autocast in float16 and bfloat16, with nearly equal results and gradients."""
     backward = op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")
     if op.full_name in REFUSED_UNDER_AUTOCAST:
         return
-    for i, sample in enumerate(opinfo._samples(op, torch.float32, backward, samples)):
-        one = Sample(op, sample, i, device, report)
+    for i, sample in enumerate(opinfo.samples(op, torch.float32, backward, samples)):
+        one = OneSample(op, sample, i, device, report)
         plain, plain_gradients = _outcome(one, contextlib.nullcontext(), backward)
         if plain.error or (plain_gradients and plain_gradients.error):
             continue
-        transformed = backward and not opinfo.run(functools.partial(_transformed, one), device).error
+        transformed = backward and not run(functools.partial(_transformed, one), device).error
         for dtype in (torch.float16, torch.bfloat16):
             at(f"autocast, sample {i}")
             report.ran["autocast"] += 1
             cast, gradients = _outcome(one, torch.autocast(torch.device(device).type, dtype=dtype), backward)
             if transformed:
                 with torch.autocast(torch.device(device).type, dtype=dtype):
-                    again = opinfo.run(functools.partial(_transformed, one), device)
+                    again = run(functools.partial(_transformed, one), device)
                 if again.error:
-                    message = f"{dtype}, torch.func.grad: {opinfo.first_line(again.error)}"
-                    report.failures.append(opinfo.Failure("autocast", "gradient", i, message))
+                    message = f"{dtype}, torch.func.grad: {first_line(again.error)}"
+                    report.fail("autocast", "gradient", i, message)
             for kind, wide, half in (("error", plain, cast), ("gradient", plain_gradients, gradients)):
                 if half is None or wide is None:
                     continue
                 if half.error:
-                    message = f"{dtype}: {opinfo.first_line(half.error)}"
-                    report.failures.append(opinfo.Failure("autocast", kind, i, message))
+                    report.fail("autocast", kind, i, f"{dtype}: {first_line(half.error)}")
                     break
                 if not one.values or cast.drew:
                     continue
@@ -366,35 +368,34 @@ def check_autocast(op: Any, device: str, samples: int, report: opinfo.Report, at
                     report.notes["as far from float32 as autocast on the CPU"] += 1
                     break
                 for message in far:
-                    failure = opinfo.Failure("autocast", "value" if kind == "error" else kind, i, f"{dtype}: {message}")
-                    report.failures.append(failure)
+                    report.fail("autocast", "value" if kind == "error" else kind, i, f"{dtype}: {message}")
 
 
-def _outcome(one: Any, context: Any, backward: bool) -> tuple[opinfo.Outcome, opinfo.Outcome | None]:
-    def call(move: opinfo.Mover) -> Any:
+def _outcome(one: Any, context: Any, backward: bool) -> tuple[Outcome, Outcome | None]:
+    def call(move: Move) -> Any:
         with context:
             return one.call(one.op, move)
 
-    result = opinfo.run(call, one.device, backward)
+    result = run(call, one.device, backward)
     if result.error or not backward:
         return result, None
     dtype = torch.float32
-    return result, opinfo.run(lambda move: _gradients(one.sample, result.value, result.mover.leaves, dtype), one.device)
+    return result, run(lambda move: _gradients(one.sample, result.value, result.mover.leaves, dtype), one.device)
 
 
 def _as_on_cpu(op: Any, sample: Any, index: int, dtype: torch.dtype, found: tuple, backward: bool) -> bool:
     """Whether autocast differs as much on the CPU: rounding large scores to float16 changes their softmax by 2 %."""
-    one = Sample(op, sample, index, "cpu", opinfo.Report())
+    one = OneSample(op, sample, index, "cpu", Report())
     cpu = _outcome(one, torch.autocast("cpu", dtype=dtype), backward)
     return all(not (e.error or list(_far(e.value, a.value, dtype))) for e, a in zip(cpu, found, strict=True) if e and a)
 
 
-def _transformed(one: Any, move: opinfo.Mover) -> Any:
+def _transformed(one: Any, move: Move) -> Any:
     """torch.func.grad of one sample, where code of the backend above the dispatcher receives wrapped tensors."""
-    arguments = transforms._Arguments(one)
+    arguments = transforms.Arguments(one)
     if not arguments.differentiable:
         return None
-    gradient = torch.func.grad(transforms._loss(arguments.function(one.op, move)), arguments.differentiable)
+    gradient = torch.func.grad(transforms.loss(arguments.function(one.op, move)), arguments.differentiable)
     return gradient(*[move(x) for x in arguments.tensors])
 
 

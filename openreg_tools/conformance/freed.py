@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from openreg_tools import dispatch
-from openreg_tools.conformance import asynchronous, opinfo
+from openreg_tools.conformance import asynchronous
+from openreg_tools.conformance.outcomes import Report, first_line
+from openreg_tools.core.move import Move
 
 CHECK = "freed"
 
@@ -37,18 +39,18 @@ def free(x: torch.Tensor) -> bool:
 
 
 def compare(
-    report: opinfo.Report,
+    report: Report,
     index: int,
     what: str,
     call: Callable[[Any], Any],
-    make: Callable[[], opinfo.Mover],
+    make: Callable[[], Move],
     at: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Make a call once for each of its tensors, without the memory of that tensor.
 
     Args:
-        call: takes a `Mover`, moves the arguments with it, and calls the operator.
-        make: returns a new `Mover` to the device.
+        call: takes a `Move`, moves the arguments with it, and calls the operator.
+        make: returns a new `Move` to the device.
         at: is told before each call, because a call may end the process.
     """
     probe = make()
@@ -77,6 +79,6 @@ def compare(
                     dispatch.synchronize(move.device)
                 except Exception as error:
                     if "INTERNAL ASSERT" in str(error):
-                        message = f"{what}, tensor {which} without memory: {opinfo.first_line(error)}"
-                        report.failures.append(opinfo.Failure(CHECK, "internal", index, message))
+                        message = f"{what}, tensor {which} without memory: {first_line(error)}"
+                        report.fail(CHECK, "internal", index, message)
             report.ran[CHECK] += any(found)

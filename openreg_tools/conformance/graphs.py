@@ -20,7 +20,10 @@ import torch
 from torch.testing import _utils as testing_utils
 from torch.utils._pytree import tree_leaves
 
-from openreg_tools.conformance import asynchronous, opinfo
+from openreg_tools.conformance.outcomes import UNINITIALIZED, Report, first_line, same, short
+from openreg_tools.conformance.outcomes import run as run_once
+from openreg_tools.core import opinfo
+from openreg_tools.core.move import Move
 
 CHECK = "graph"
 At = Callable[[str], None]
@@ -67,7 +70,7 @@ def run(call: Callable[..., Any], arguments: Any, device: str, captured: bool) -
         arguments: ``(args, kwargs)``, tensors on the CPU.
         captured: whether to capture. The capture sees tensors of zeros; the replays see the values.
     """
-    move = opinfo.Mover(device)
+    move = Move(device)
     args, kwargs = move(arguments)
     memory = _bytes(move.tensors.values())
     before = [x.clone() for x in memory]
@@ -125,9 +128,7 @@ def run(call: Callable[..., Any], arguments: Any, device: str, captured: bool) -
     return out
 
 
-def compare(
-    report: opinfo.Report, index: int, what: str, call: Callable[..., Any], arguments: Any, device: str
-) -> None:
+def compare(report: Report, index: int, what: str, call: Callable[..., Any], arguments: Any, device: str) -> None:
     """Run eagerly and as a graph, and note each difference. A call that cannot be captured is a note, not a failure."""
     expected = run(call, arguments, device, captured=False)
     if expected.error is None and not any(isinstance(x, torch.Tensor) for each in expected.values for x in each):
@@ -135,14 +136,14 @@ def compare(
     judge(report, index, what, expected, run(call, arguments, device, captured=True))
 
 
-def judge(report: opinfo.Report, index: int, what: str, expected: Replayed, actual: Replayed) -> None:
+def judge(report: Report, index: int, what: str, expected: Replayed, actual: Replayed) -> None:
     """Note each difference between eager mode and a graph."""
 
     def fail(kind: str, message: str) -> None:
-        report.failures.append(opinfo.Failure("graph", kind, index, f"{what}: {message}"))
+        report.fail("graph", kind, index, f"{what}: {message}")
 
     report.ran["graph"] += 1
-    theirs, ours = (each and opinfo.first_line(each) for each in (expected.error, actual.error))
+    theirs, ours = (each and first_line(each) for each in (expected.error, actual.error))
     if actual.error is not None and REFUSED in str(actual.error):
         report.notes[f"{NOTE}{_cause(str(actual.error))}"] += 1
         return
@@ -159,8 +160,8 @@ def judge(report: opinfo.Report, index: int, what: str, expected: Replayed, actu
             return fail("structure", "a different number of results")
         pairs += zip(e, a, strict=True)
         for x, y in pairs:
-            if isinstance(x, torch.Tensor) and not asynchronous.same(x, y):
-                return fail("value", f"replay {time} gave {asynchronous._short(y)}, eager {asynchronous._short(x)}")
+            if isinstance(x, torch.Tensor) and not same(x, y):
+                return fail("value", f"replay {time} gave {short(y)}, eager {short(x)}")
 
 
 def _cause(message: str) -> str:
@@ -184,23 +185,21 @@ def supported(device: str) -> bool:
     return True
 
 
-def check(
-    op: Any, dtype: torch.dtype, device: str, samples: int, report: opinfo.Report, at: At = lambda _: None
-) -> None:
+def check(op: Any, dtype: torch.dtype, device: str, samples: int, report: Report, at: At = lambda _: None) -> None:
     """`compare` for the samples of an OpInfo, functional and in place, and `check_numbers`.
 
     `report` counts only the samples: not each number can be captured.
     """
-    if op.name in opinfo.UNINITIALIZED:
+    if op.name in UNINITIALIZED:
         return
-    for i, sample in enumerate(opinfo._samples(op, dtype, False, samples)):
+    for i, sample in enumerate(opinfo.samples(op, dtype, False, samples)):
         arguments = ((sample.input, *sample.args), sample.kwargs)
         forms = {"valid": op.op, "in place": None if sample.broadcasts_input else op.get_inplace()}
         for what, function in forms.items():
             if function is not None:
                 at(f"{CHECK}, sample {i}, {what}")
                 compare(report, i, what, function, arguments, device)
-    numbers = opinfo.Report()
+    numbers = Report()
     check_numbers(op, dtype, device, numbers, at)
     report.failures += numbers.failures
 
@@ -225,13 +224,13 @@ def with_number(value: Any, number: complex) -> Any:
     return value
 
 
-def check_numbers(op: Any, dtype: torch.dtype, device: str, report: opinfo.Report, at: At = lambda _: None) -> None:
+def check_numbers(op: Any, dtype: torch.dtype, device: str, report: Report, at: At = lambda _: None) -> None:
     """`compare` with an integer, a float and a complex number beside the tensors: a number may promote their dtype.
 
     Each number takes the place of each argument after the first, and of all of them, in the functional, the in-place and
     the out= form. The samples are the first one and the first one with numbers.
     """
-    made = [each for each in opinfo._samples(op, dtype, False, 6) if isinstance(each.input, (torch.Tensor, list))]
+    made = [each for each in opinfo.samples(op, dtype, False, 6) if isinstance(each.input, (torch.Tensor, list))]
     numeric = [
         each for each in made if any(type(x) in (int, float, complex) for x in (*each.args, *each.kwargs.values()))
     ]
@@ -250,7 +249,7 @@ def check_numbers(op: Any, dtype: torch.dtype, device: str, report: opinfo.Repor
             forms = {what: (op.op, {}), f"{what}, in place": (op.get_inplace(), {})}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                result = opinfo.run(lambda _, args=args, kwargs=kwargs: op.op(*args, **kwargs), "cpu").value
+                result = run_once(lambda _, args=args, kwargs=kwargs: op.op(*args, **kwargs), "cpu").value
             if op.supports_out and isinstance(result, torch.Tensor) and "out" not in kwargs:
                 forms[f"{what}, out="] = op.op, {"out": torch.zeros_like(result)}
             for form, (function, more) in forms.items():
@@ -259,7 +258,7 @@ def check_numbers(op: Any, dtype: torch.dtype, device: str, report: opinfo.Repor
                     compare(report, i, form, function, (args, kwargs | more), device)
 
 
-def check_module(info: Any, dtype: torch.dtype, device: str, report: opinfo.Report, at: At = lambda _: None) -> None:
+def check_module(info: Any, dtype: torch.dtype, device: str, report: Report, at: At = lambda _: None) -> None:
     """`compare` for forward and backward of a module in training mode, with its parameters and buffers as arguments."""
     inputs = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=False, training=True)
     for i, sample in enumerate(inputs):
@@ -347,7 +346,7 @@ def check_optimizer(
     flags: dict[str, bool],
     dtype: torch.dtype,
     device: str,
-    report: opinfo.Report,
+    report: Report,
     at: At = lambda _: None,
 ) -> None:
     """Run `_train` in both ways with each sample of options, and with ``capturable=True`` if the optimizer has it.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 import warnings
 from collections import Counter
@@ -21,9 +20,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools.conformance import opinfo
-from openreg_tools.conformance.one_sample import Sample
-from openreg_tools.conformance.opinfo import Comparison
+from openreg_tools.conformance.one_sample import OneSample
+from openreg_tools.conformance.outcomes import UNINITIALIZED, Comparison, Draws, Outcome, draws_as_cpu, run
+from openreg_tools.core.move import Move, is_written
+from openreg_tools.core.variations import strides_of
 
 # Calls of one ATen operator that are checked in a sample.
 CALLS = 2
@@ -32,56 +32,14 @@ CALLS = 2
 WRITTEN_IN_PART = {"_ctc_loss": "log_alpha beyond the lengths of inputs and targets"}
 
 # The error that refuses overlapping memory.
-_OVERLAP = re.compile(r"single memory location|overlap")
+OVERLAP = re.compile(r"single memory location|overlap")
 
 
 # ---- views of guarded memory ----
 
 
-def _contiguous(sizes: list[int]) -> list[int]:
-    return [math.prod(max(size, 1) for size in sizes[i + 1 :]) for i in range(len(sizes))]
-
-
-def _reversed(sizes: list[int]) -> list[int] | None:
-    """The strides of ``empty(reversed sizes).permute(reversed dimensions)``."""
-    return _contiguous(sizes[::-1])[::-1] if len(sizes) > 1 else None
-
-
-def _transposed_batch(sizes: list[int]) -> list[int] | None:
-    """Contiguous matrices; the first two dimensions of the batch, or the batch and the rows, are swapped."""
-    if len(sizes) < 3:
-        return None
-    strides = _contiguous([sizes[1], sizes[0], *sizes[2:]])
-    return [strides[1], strides[0], *strides[2:]]
-
-
-def _sliced(sizes: list[int]) -> list[int] | None:
-    """Every second element of the first and of the last dimension."""
-    doubled = list(sizes)
-    for d in {0, len(sizes) - 1} if sizes else ():
-        doubled[d] *= 2
-    strides = _contiguous(doubled)
-    for d in {0, len(sizes) - 1} if sizes else ():
-        strides[d] *= 2
-    return strides
-
-
-def _expanded(sizes: list[int]) -> list[int] | None:
-    """The elements of one dimension share memory."""
-    wide = [d for d, size in enumerate(sizes) if size > 1]
-    if not wide:
-        return None
-    strides = _contiguous([1 if d == wide[0] else size for d, size in enumerate(sizes)])
-    strides[wide[0]] = 0
-    return strides
-
-
-LAYOUTS: dict[str, Callable[[list[int]], list[int] | None]] = {
-    "reversed": _reversed,
-    "transposed batch": _transposed_batch,
-    "sliced": _sliced,
-    "expanded": _expanded,
-}
+# Those of `core.variations` in which a result may be.
+LAYOUTS = ("permuted", "batch-swapped", "stepped", "expanded")
 
 
 @dataclasses.dataclass
@@ -100,8 +58,8 @@ class Guarded:
     @classmethod
     def like(cls, tensor: torch.Tensor, layout: str, device: torch.device | str) -> Guarded | None:
         """A view with the shape and dtype of `tensor` and this layout, filled with it; None where there is none."""
-        strides = LAYOUTS[layout](list(tensor.shape))
-        if strides is None or not tensor.numel():
+        strides = strides_of(layout, tensor.shape) if tensor.numel() else None
+        if strides is None:
             return None
         item = tensor.element_size()
         span = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)) + 1
@@ -136,16 +94,16 @@ class Call:
     """A call that writes to `results`: `function(move, results)` makes it and returns what it returned."""
 
     name: str
-    function: Callable[[opinfo.Mover, list[torch.Tensor]], Any]
+    function: Callable[[Move, list[torch.Tensor]], Any]
     templates: list[torch.Tensor]  # the expected metadata of `results`, and their values before the call
     draws: bool = False  # random numbers, in the order of the memory
 
-    def on(self, device: str, results: list[torch.Tensor]) -> opinfo.Outcome:
-        def call(move: opinfo.Mover) -> Any:
+    def on(self, device: str, results: list[torch.Tensor]) -> Outcome:
+        def call(move: Move) -> Any:
             with torch.no_grad():
                 return self.function(move, results)
 
-        return opinfo.run(call, device)
+        return run(call, device)
 
     def compare(self, comparison: Comparison) -> None:
         """Compare the device in every layout with the CPU in contiguous memory."""
@@ -180,7 +138,7 @@ class Call:
             if isinstance(each, Guarded) and (overrun := each.overrun()):
                 return comparison.fail("guard", where + overrun)
         if outcome.error is not None:
-            if layout != "expanded" or not _OVERLAP.search(str(outcome.error)):
+            if layout != "expanded" or not OVERLAP.search(str(outcome.error)):
                 comparison.returned(self.by_the_cpu(layout), outcome, where=where)
             return
         if layout == "expanded":
@@ -201,7 +159,7 @@ class Call:
     def guarded(self, layout: str, device: str) -> list[Guarded | torch.Tensor]:
         return [Guarded.like(t, layout, device) or t.detach().clone().to(device) for t in self.templates]
 
-    def by_the_cpu(self, layout: str) -> opinfo.Outcome:
+    def by_the_cpu(self, layout: str) -> Outcome:
         made = self.guarded(layout, "cpu")
         return self.on("cpu", [each.view if isinstance(each, Guarded) else each for each in made])
 
@@ -215,10 +173,6 @@ def _plain(tensor: object) -> bool:
         and tensor.layout == torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 @functools.cache
@@ -237,13 +191,13 @@ def forms(op: Any) -> tuple[Any, Any]:
     for other in (getattr(packet, overload) for overload in packet.overloads()):
         theirs = other._schema.arguments
         written = theirs[len(names) :]
-        if len(written) == len(schema.returns) and all(map(_is_written, written)):
+        if len(written) == len(schema.returns) and all(map(is_written, written)):
             if [(a.name, str(a.type)) for a in theirs[: len(names)]] == names:
                 out = other
     packet = getattr(packets, f"{name}_", None)
     for other in (getattr(packet, overload) for overload in packet.overloads()) if packet else ():
         theirs = other._schema.arguments
-        if [(a.name, str(a.type)) for a in theirs] == names and [_is_written(a) for a in theirs] == [True] + [False] * (
+        if [(a.name, str(a.type)) for a in theirs] == names and [is_written(a) for a in theirs] == [True] + [False] * (
             len(names) - 1
         ):
             inplace = other
@@ -253,7 +207,7 @@ def forms(op: Any) -> tuple[Any, Any]:
 class _Forms(TorchDispatchMode):
     """Compares the `out=` and in-place form of each operator that is called on the CPU."""
 
-    def __init__(self, one: Sample, comparison: Callable[[], Comparison]) -> None:
+    def __init__(self, one: OneSample, comparison: Callable[[], Comparison]) -> None:
         super().__init__()
         self.one, self.comparison, self.calls = one, comparison, Counter()
 
@@ -269,12 +223,12 @@ class _Forms(TorchDispatchMode):
             return value
         if not all(t.layout == torch.strided for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
             return value
-        if func.overloadpacket.__name__ in (opinfo.UNINITIALIZED | WRITTEN_IN_PART.keys()):
+        if func.overloadpacket.__name__ in (UNINITIALIZED | WRITTEN_IN_PART.keys()):
             return value
         self.calls[func] += 1
         for call in _calls(func, out, inplace, args, kwargs, value):
             comparison = self.comparison()
-            comparison.values &= not seeded or opinfo.draws_as_cpu(comparison.device.type)
+            comparison.values &= not seeded or draws_as_cpu(comparison.device.type)
             call.draws = seeded
             call.compare(comparison)
         return value
@@ -289,7 +243,7 @@ def _calls(func: Any, out: Any, inplace: Any, args: tuple, kwargs: dict, value: 
         wants = out._schema.arguments[len(func._schema.arguments) :]
         lists = [str(a.type) == "List[Tensor]" for a in wants]
 
-        def into(move: opinfo.Mover, results: list[torch.Tensor]) -> Any:
+        def into(move: Move, results: list[torch.Tensor]) -> Any:
             rest = iter(results)
             values = [value] if len(wants) == 1 else list(value)
             outs = {
@@ -306,7 +260,7 @@ def _calls(func: Any, out: Any, inplace: Any, args: tuple, kwargs: dict, value: 
         )
         if same:
 
-            def over(move: opinfo.Mover, results: list[torch.Tensor]) -> Any:
+            def over(move: Move, results: list[torch.Tensor]) -> Any:
                 rest = iter(results)
                 first = tree_map(lambda _: next(rest), args[0])
                 return inplace(first, *move(args[1:]), **move(kwargs))
@@ -317,29 +271,29 @@ def _calls(func: Any, out: Any, inplace: Any, args: tuple, kwargs: dict, value: 
 # ---- the check ----
 
 
-def check(one: Sample) -> None:
+def check(one: OneSample) -> None:
     """Check every layout of the results of one sample."""
 
     def comparison() -> Comparison:
         return one.comparison("layouts")
 
-    with torch.no_grad(), opinfo._Draws() as draws:
-        expected = opinfo.run(lambda move: one.call(one.op, move), "cpu")
+    with torch.no_grad(), Draws() as draws:
+        expected = run(lambda move: one.call(one.op, move), "cpu")
     single = isinstance(expected.value, torch.Tensor)
     flat = [expected.value] if single else expected.value
     if expected.error or not isinstance(flat, (list, tuple)) or not all(map(_plain, flat)):
         return
-    if one.op.supports_out and "out" not in one.sample.kwargs and one.op.name not in opinfo.UNINITIALIZED:
+    if one.op.supports_out and "out" not in one.sample.kwargs and one.op.name not in UNINITIALIZED:
 
-        def into(move: opinfo.Mover, results: list[torch.Tensor]) -> Any:
+        def into(move: Move, results: list[torch.Tensor]) -> Any:
             return one.call(one.op, move, out=results[0] if single else tuple(results))
 
         templates = [torch.ones_like(t) for t in flat]
         Call(f"{one.op.full_name}(out=)", into, templates, draws=draws.drew).compare(comparison())
 
-    def forward_and_backward(move: opinfo.Mover) -> None:
-        outcome = opinfo.Outcome(one.call(one.op, move), mover=move)
+    def forward_and_backward(move: Move) -> None:
+        outcome = Outcome(one.call(one.op, move), mover=move)
         one.gradient(outcome)
 
     with _Forms(one, comparison):
-        opinfo.run(forward_and_backward, "cpu", requires_grad=True)
+        run(forward_and_backward, "cpu", requires_grad=True)

@@ -9,25 +9,24 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from openreg_tools.conformance.opinfo import (
+from openreg_tools.conformance.outcomes import (
     HOST_ARGUMENTS,
-    SEED,
     UNINITIALIZED,
     Comparison,
-    Failure,
-    Mover,
+    Draws,
     Outcome,
     Report,
-    _Draws,
     draws_as_cpu,
     first_line,
     run,
 )
+from openreg_tools.core.move import Move
+from openreg_tools.core.opinfo import SEED
 
-__all__ = ["Sample", "empty", "other_dtype", "sized"]
+__all__ = ["OneSample", "empty", "other_dtype", "sized"]
 
 
-class Sample:
+class OneSample:
     """Each check of one sample compares the device with the CPU."""
 
     def __init__(self, op: Any, sample: Any, index: int, device: str, report: Report) -> None:
@@ -37,17 +36,17 @@ class Sample:
     def comparison(self, check: str) -> Comparison:
         return Comparison(self.report, check, self.index, self.device, self.values)
 
-    def both(self, call: Callable[[Mover], Any], requires_grad: bool = False) -> tuple[Outcome, Outcome]:
+    def both(self, call: Callable[[Move], Any], requires_grad: bool = False) -> tuple[Outcome, Outcome]:
         if draws_as_cpu(torch.device(self.device).type):
             return run(call, "cpu", requires_grad), run(call, self.device, requires_grad)
-        with _Draws() as draws:
+        with Draws() as draws:
             cpu = run(call, "cpu", requires_grad)
         cpu.drew |= draws.drew
         return cpu, run(call, self.device, requires_grad)
 
-    def call(self, function: Callable, move: Mover, **more: Any) -> Any:
+    def call(self, function: Callable, move: Move, **more: Any) -> Any:
         sample = self.sample
-        rest = Mover("cpu") if self.op.name in HOST_ARGUMENTS else move
+        rest = Move("cpu") if self.op.name in HOST_ARGUMENTS else move
         input_, args, kwargs = move(sample.input), rest(tuple(sample.args)), rest(sample.kwargs)
         # A factory without a device argument uses the default device.
         factory = not move.tensors and "device" not in kwargs
@@ -66,12 +65,12 @@ class Sample:
             return
         kind, found = ("error type", first_line(error)) if error else ("no error", "none")
         message = f"OpInfo expects {expected.__name__} for this device, found {found}"
-        self.report.failures.append(Failure("errors", kind, self.index, message))
+        self.report.fail("errors", kind, self.index, message)
 
     def backward(self, check: str = "backward") -> None:
         self.differentiate(lambda move: self.call(self.op, move), check)
 
-    def differentiate(self, call: Callable[[Mover], Any], check: str) -> None:
+    def differentiate(self, call: Callable[[Move], Any], check: str) -> None:
         comparison = self.comparison(check)
         cpu, device = self.both(call, requires_grad=True)
         if comparison.outcomes(cpu, device):
@@ -95,7 +94,7 @@ class Sample:
         if function is None or self.sample.broadcasts_input or not isinstance(input_, (torch.Tensor, list)):
             return
 
-        def call(move: Mover) -> Any:
+        def call(move: Move) -> Any:
             changed = tree_leaves(move(input_))
             out = tree_leaves(self.call(function, move))
             return changed, [a is b for a, b in zip(out, changed, strict=False)]
@@ -103,7 +102,7 @@ class Sample:
         self.comparison("inplace").outcomes(*self.both(call))
         if self.op.supports_inplace_autograd and isinstance(input_, torch.Tensor) and input_.requires_grad:
 
-            def through_a_clone(move: Mover) -> Any:
+            def through_a_clone(move: Move) -> Any:
                 leaf = move(input_)
                 args, kwargs = move(tuple(self.sample.args)), move(self.sample.kwargs)
                 return function(leaf.clone(), *args, **kwargs)
@@ -111,7 +110,7 @@ class Sample:
             self.differentiate(through_a_clone, "inplace")
 
     def out(self) -> None:
-        """Call with out= tensors of the right size, empty (to be resized), and of another dtype; `layouts` tests strides."""
+        """Call with out= tensors of the right size, empty (to be resized), and of another dtype; `layouts` checks strides."""
         if not self.op.supports_out or "out" in self.sample.kwargs:
             return
         expected = run(lambda move: self.call(self.op, move), "cpu")
@@ -123,7 +122,7 @@ class Sample:
 
         for make in (sized, empty, other_dtype):
 
-            def call(move: Mover, make: Callable = make) -> Any:
+            def call(move: Move, make: Callable = make) -> Any:
                 outs = tuple(move(make(t)) for t in flat)
                 kept = [out.data_ptr() for out in outs]
                 result = self.call(self.op, move, out=outs[0] if isinstance(expected.value, torch.Tensor) else outs)

@@ -1,7 +1,7 @@
 """Checks of every operator that a device lists, with arguments made from its schema and with garbage.
 
 `check(op, device)` makes three. ``generated`` calls the operator with arguments that the CPU accepts, and
-compares the results as `opinfo` does. ``garbage`` damages such arguments: the call must return or raise, without ending
+compares the results. ``garbage`` damages such arguments: the call must return or raise, without ending
 the process or failing an internal assertion, and the device must accept what the CPU accepts. ``freed`` takes the memory
 of one tensor at a time: see `freed`.
 """
@@ -19,10 +19,14 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import backends, dispatch, operators
-from openreg_tools.conformance import freed, generated, opinfo, survey
-from openreg_tools.conformance.calls import Call, Move, stays_within
-from openreg_tools.conformance.recipes import RECIPES
-from openreg_tools.core import child
+from openreg_tools.conformance import freed, outcomes
+from openreg_tools.conformance.attempts import Attempt, attempts
+from openreg_tools.conformance.guarded import stays_within
+from openreg_tools.conformance.known_arguments import SAMPLES
+from openreg_tools.conformance.outcomes import Comparison, Report, first_line
+from openreg_tools.core import child, from_schema, opinfo
+from openreg_tools.core.move import Move, is_written
+from openreg_tools.core.samples import Sample, sample_of
 
 CHECKS = ("generated", "garbage", freed.CHECK)
 ATTEMPTS = 240
@@ -139,7 +143,7 @@ HOST_ARGUMENTS: dict[str, str] = {
     "aten::tensor_split": "tensor_indices_or_sections",
 }
 
-# Operators that return uninitialized memory, in addition to those in opinfo.py.
+# Operators that return uninitialized memory, in addition to those in outcomes.py.
 UNINITIALIZED = {
     "_efficientzerotensor", "_empty_affine_quantized", "_empty_per_channel_affine_quantized",
     "_sparse_compressed_tensor_with_dims", "resize", "resize_", "resize_as", "resize_as_",
@@ -160,60 +164,62 @@ def names(device: str) -> list[str]:
     return [entry.name for entry in listed] + own
 
 
-def _of_package(name: str) -> bool:
+def is_of_package(name: str) -> bool:
     """Whether an operator belongs to a device's package, which provides its samples."""
     return bool(backends.of_operator(name).namespace)
 
 
-def overridden(name: str) -> bool:
+def is_overridden(name: str) -> bool:
     """Whether the CPU's kernel of an operator that PyTorch offers to new devices refuses every call."""
     return name.partition(".")[0].endswith(("_overrideable", "_overrideable_backward"))
 
 
-@functools.cache
-def _key(device: str) -> str:
-    return dispatch.target(device).key
-
-
 def is_own(name: str, device: str) -> bool:
     """Whether the operator's kernel on the device is neither the CPU's nor made of other operators."""
-    return _of_package(name) or backends.of_device(device).is_own(name)
+    return is_of_package(name) or backends.of_device(device).is_own(name)
 
 
 def is_uninitialized(name: str) -> bool:
     """Whether the operator returns uninitialized memory."""
     base = name.partition("::")[2].partition(".")[0]
-    return base in opinfo.UNINITIALIZED or base in UNINITIALIZED or base.startswith(("empty", "new_empty"))
+    return base in outcomes.UNINITIALIZED or base in UNINITIALIZED or base.startswith(("empty", "new_empty"))
 
 
-def run(name: str, call: Call, device: str) -> tuple[Any, list[Any]]:
+def run(name: str, call: Sample, device: str) -> tuple[Any, list[Any]]:
     """What a call returns on the device, and the arguments that it writes to."""
-    return _call(name, call, Move(device))
+    return called(name, call, Move(device))
 
 
-def _call(name: str, call: Call, move: Move) -> tuple[Any, list[Any]]:
+def outcome_of(name: str, call: Sample, move: Move) -> outcomes.Outcome:
+    """What a call returned, and wrote to, or raised."""
+    outcome = outcomes.run(lambda _: called(name, call, move), str(move.device))
+    outcome.mover = move
+    return outcome
+
+
+def called(name: str, call: Sample, move: Move) -> tuple[Any, list[Any]]:
     on_host, cpu = HOST_ARGUMENTS.get(name.partition(".")[0]), Move("cpu")
     names = [argument.name for argument in dispatch.schema(name).arguments]
     args = [(cpu if each == on_host else move)(value) for each, value in zip(names, call.args, strict=False)]
     kwargs = {key: (cpu if key == on_host else move)(value) for key, value in call.kwargs.items()}
-    out = generated.overload(name)(*args, **kwargs)
+    out = from_schema.overload(name)(*args, **kwargs)
     written = [
         value
         for argument, value in zip(dispatch.schema(name).arguments, [*args, *kwargs.values()], strict=False)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if is_written(argument)
     ]
     return out, written
 
 
 @functools.lru_cache(maxsize=8)
-def accepted(name: str, most: int) -> list[Call]:
+def accepted(name: str, most: int) -> list[Sample]:
     """Calls that the CPU accepts, or the meta device if the CPU lacks the operator."""
     if name in REACHED_BY:
-        return generated.recorded(name, REACHED_BY[name])[:most]
-    if name in RECIPES:
+        return opinfo.calls_of(from_schema.overload(name), REACHED_BY[name])[:most]
+    if name in SAMPLES:
         torch.manual_seed(opinfo.SEED)
-        return [RECIPES[name]() for _ in range(most)]
-    if _of_package(name):
+        return [SAMPLES[name]() for _ in range(most)]
+    if is_of_package(name):
         return (
             _derived(name, most)
             if any(each.is_out for each in dispatch.schema(name).arguments)
@@ -222,26 +228,26 @@ def accepted(name: str, most: int) -> list[Call]:
     return _tried(name, most, "returned") or _derived(name, most)
 
 
-def refused(name: str, most: int) -> list[Call]:
+def refused(name: str, most: int) -> list[Sample]:
     """Calls that the CPU refuses, for an operator without any that it accepts."""
     return _tried(name, most, "raised")[:most]
 
 
 @functools.lru_cache(maxsize=8)
-def _survey(name: str, most: int) -> list[tuple[int, survey.Outcome]]:
+def _survey(name: str, most: int) -> list[tuple[int, Attempt]]:
     def attempt(k: int) -> None:
-        call = generated.call(name, k)
+        call = from_schema.call(name, k)
         run(name, call, "cpu")
-        with _filled_memory():
-            if not is_uninitialized(name) and not stays_within(functools.partial(_call, name, call)):
+        with filled_memory():
+            if not is_uninitialized(name) and not stays_within(functools.partial(called, name, call)):
                 raise _ReadsBeyondError
 
-    return list(survey.survey(ATTEMPTS, attempt, enough=most))
+    return list(attempts(ATTEMPTS, attempt, enough=most))
 
 
-def _tried(name: str, most: int, kind: str) -> list[Call]:
+def _tried(name: str, most: int, kind: str) -> list[Sample]:
     return [
-        generated.call(name, k)
+        from_schema.call(name, k)
         for k, outcome in _survey(name, most)
         if outcome.kind == kind and _ReadsBeyondError.__name__ not in outcome.message
     ]
@@ -256,11 +262,11 @@ def _signature(name: str) -> tuple[tuple[str, str], ...]:
 
 
 def _writes(name: str) -> bool:
-    return any(each.alias_info is not None and each.alias_info.is_write for each in dispatch.schema(name).arguments)
+    return any(map(is_written, dispatch.schema(name).arguments))
 
 
 @functools.cache
-def _without_out(name: str) -> str | None:
+def without_out(name: str) -> str | None:
     """The functional form of an out= or in-place operator. It may take `OPTIONS` in addition."""
     base, outs = name.partition(".")[0], any(each.is_out for each in dispatch.schema(name).arguments)
     for each in dispatch.overloads(base if outs else base.removesuffix("_")):
@@ -274,33 +280,37 @@ def _without_out(name: str) -> str | None:
     return None
 
 
-def _on_cpu(name: str) -> bool:
+def is_on_cpu(name: str) -> bool:
     """Whether the CPU has a kernel for some layout, also for the form that one of PyTorch's out= operators calls."""
-    like = _without_out(name) if _writes(name) else None
-    if overridden(name) or (like and not _on_cpu(like)):
+    like = without_out(name) if _writes(name) else None
+    if is_overridden(name) or (like and not is_on_cpu(like)):
         return False
     return any(torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, key) for key in CPU_KEYS)
 
 
-def _derived(name: str, most: int) -> list[Call]:
+def _derived(name: str, most: int) -> list[Sample]:
     """Calls of an out= or in-place operator, made from calls of its functional form."""
-    like = _without_out(name) if _writes(name) else None
+    like = without_out(name) if _writes(name) else None
     if not like:
         return []
     calls = []
     for call in accepted(like, most):
         for shaped in (False, True):
             made = _with_outs(name, like, call, shaped)
-            if made and not (_on_cpu(name) and opinfo.run(lambda _, made=made: run(name, made, "cpu"), "cpu").error):
+            if made and not (
+                is_on_cpu(name) and outcomes.run(lambda _, made=made: run(name, made, "cpu"), "cpu").error
+            ):
                 calls.append(made)
                 break
     return calls
 
 
-def _with_outs(name: str, like: str, call: Call, shaped: bool) -> Call | None:
+def _with_outs(name: str, like: str, call: Sample, shaped: bool) -> Sample | None:
     """A call of `like` with out= tensors, either of the shapes that it returns or empty."""
     outs = [each for each in dispatch.schema(name).arguments if each.is_out]
-    results = opinfo.run(lambda _: run(like, call, "cpu" if _on_cpu(like) else "meta")[0], "cpu").value if outs else ()
+    results = (
+        outcomes.run(lambda _: run(like, call, "cpu" if is_on_cpu(like) else "meta")[0], "cpu").value if outs else ()
+    )
     if results is None:  # also the meta device does not have it
         results = tuple(torch.empty(0) for _ in outs)
     if any(isinstance(x, torch.Tensor) and x.is_mkldnn for x in tree_leaves(results)):
@@ -308,7 +318,7 @@ def _with_outs(name: str, like: str, call: Call, shaped: bool) -> Call | None:
     results = results[: len(outs)] if isinstance(results, tuple) else (results,)
     made = tree_map(lambda x: _emptied(x, shaped), list(results))
     kwargs = {key: value for key, value in call.kwargs.items() if key in dict(_signature(name))}
-    return Call(list(call.args), kwargs | {each.name: out for each, out in zip(outs, made, strict=True)})
+    return Sample(*call.args, **kwargs, **{each.name: out for each, out in zip(outs, made, strict=True)})
 
 
 def _emptied(result: Any, shaped: bool) -> Any:
@@ -319,26 +329,24 @@ def _emptied(result: Any, shaped: bool) -> Any:
     return torch.zeros(result.shape if shaped else 0, dtype=result.dtype)
 
 
-def _samples(name: str) -> list[Call]:
+def _samples(name: str) -> list[Sample]:
     """Calls of an operator of a device's package, from the samples that the package provides."""
-    arguments = dispatch.schema(name).arguments
-    opinfo.seed("cpu")
+    outcomes.seed("cpu")
     samples = backends.of_operator(name).samples(name.partition(".")[0])
     calls = []
     for dtype in (torch.float32, torch.bfloat16):
-        for sample in samples("cpu", dtype) if samples else ():
-            given = dict(sample.kwargs) if hasattr(sample, "kwargs") else {}
-            values = list(sample.args if hasattr(sample, "args") else sample)
-            call = Call([], {})
-            for i, argument in enumerate(arguments):
-                value = values[i] if i < len(values) else given.get(argument.name, argument.default_value)
+        for sample in map(sample_of, samples("cpu", dtype) if samples else ()):
+            args, kwargs = [], {}
+            for i, argument in enumerate(dispatch.schema(name).arguments):
+                given = sample.args[i] if i < len(sample.args) else None
+                value = given if i < len(sample.args) else sample.kwargs.get(argument.name, argument.default_value)
                 if isinstance(value, float) and argument.real_type.kind() == "TensorType":  # an overload
                     value = torch.tensor(value)
                 if argument.kwarg_only:
-                    call.kwargs[argument.name] = value
+                    kwargs[argument.name] = value
                 else:
-                    call.args.append(value)
-            calls.append(call)
+                    args.append(value)
+            calls.append(Sample(*args, **kwargs))
     return calls
 
 
@@ -348,9 +356,9 @@ def check(
     samples: int,
     checks: tuple[str, ...] = CHECKS,
     at: Callable[[str], None] = lambda where: None,
-) -> opinfo.Report:
+) -> Report:
     """Make generated calls of one operator, `samples` of them, and 16 damaged ones for each where the kernel is its own."""
-    report = opinfo.Report()
+    report = Report()
     if name in NOT_CALLED:
         report.notes["not called"] += 1
         return report
@@ -361,7 +369,7 @@ def check(
         if "generated" in checks:
             for i, call in enumerate(calls):
                 at(f"generated, sample {i}")
-                if not _on_cpu(name):
+                if not is_on_cpu(name):
                     _runs(report, name, call, i, device)
                     continue
                 if name in UNCOMPARED:
@@ -371,47 +379,46 @@ def check(
                     continue
                 _compare(report, name, call, i, device)
         for i, call in enumerate(calls if freed.CHECK in checks else ()):
-            freed.compare(report, i, f"sample {i}", functools.partial(_call, name, call), lambda: Move(device), at)
+            freed.compare(report, i, f"sample {i}", functools.partial(called, name, call), lambda: Move(device), at)
         if "generated" in checks and not calls:
             _refused(report, name, samples, device, at)
         if "garbage" in checks and is_own(name, device):
-            _garbage(report, name, calls or [generated.call(name, k) for k in range(samples)], 16 * samples, device, at)
+            _garbage(
+                report, name, calls or [from_schema.call(name, k) for k in range(samples)], 16 * samples, device, at
+            )
     return report
 
 
-def _runs(report: opinfo.Report, name: str, call: Call, sample: int, device: str) -> None:
+def _runs(report: Report, name: str, call: Sample, sample: int, device: str) -> None:
     """Check an operator that only the device has: it must run, and an out= form must equal the functional form."""
-    comparison = opinfo.Comparison(report, "generated", sample, device, True)
-    there = opinfo.run(lambda _: run(name, call, device)[0], device)
+    comparison = Comparison(report, "generated", sample, device, True)
+    there = outcomes.run(lambda _: run(name, call, device)[0], device)
     outs = {each.name for each in dispatch.schema(name).arguments if each.is_out}
-    like = _without_out(name) if outs else None
+    like = without_out(name) if outs else None
     if there.error is None and like:
-        plain = Call(call.args, {key: value for key, value in call.kwargs.items() if key not in outs})
-        comparison.outcomes(opinfo.run(lambda _: tree_map(_to_cpu, run(like, plain, device)[0]), device), there)
+        plain = Sample(*call.args, **{key: value for key, value in call.kwargs.items() if key not in outs})
+        comparison.outcomes(outcomes.run(lambda _: tree_map(_to_cpu, run(like, plain, device)[0]), device), there)
         return
     report.ran["generated"] += 1
     if there.error is not None:
-        comparison.fail("error", f"{opinfo.first_line(there.error)} {call}")
+        comparison.fail("error", f"{first_line(there.error)} ({call!r})")
 
 
 def _to_cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _compare(report: opinfo.Report, name: str, call: Call, sample: int, device: str) -> None:
-    with _filled_memory():
-        cpu, there = (opinfo.run(functools.partial(_kept, name, call, Move(where)), where) for where in ("cpu", device))
-    for outcome in (cpu, there):
-        if outcome.error is None:
-            outcome.value, outcome.mover = outcome.value
-    comparison = opinfo.Comparison(report, "generated", sample, device, values=not is_uninitialized(name))
+def _compare(report: Report, name: str, call: Sample, sample: int, device: str) -> None:
+    with filled_memory():
+        cpu, there = outcome_of(name, call, Move("cpu")), outcome_of(name, call, Move(device))
+    comparison = Comparison(report, "generated", sample, device, values=not is_uninitialized(name))
     before = len(report.failures)
     comparison.outcomes(cpu, there)
     for failure in report.failures[before:]:
-        failure.message = f"{failure.message} {call}"
+        failure.message = f"{failure.message} ({call!r})"
 
 
-def _refused(report: opinfo.Report, name: str, samples: int, device: str, at: Callable[[str], None]) -> None:
+def _refused(report: Report, name: str, samples: int, device: str, at: Callable[[str], None]) -> None:
     """Check that the device refuses the calls that the CPU refuses, if it uses the CPU's kernel."""
     report.notes["only refused calls"] += 1
     for i, call in enumerate(refused(name, samples)):
@@ -423,11 +430,11 @@ def _refused(report: opinfo.Report, name: str, samples: int, device: str, at: Ca
         except Exception:
             continue
         if not is_own(name, device):
-            report.failures.append(opinfo.Failure("generated", "no error", i, f"the CPU refuses {call}"))
+            report.fail("generated", "no error", i, f"the CPU refuses ({call!r})")
 
 
 @contextlib.contextmanager
-def _filled_memory() -> Iterator[None]:
+def filled_memory() -> Iterator[None]:
     """Fills new memory, because a call that the CPU accepts may leave part of its result unwritten."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -437,29 +444,25 @@ def _filled_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _kept(name: str, call: Call, move: Move, _: opinfo.Mover) -> tuple[Any, Move]:
-    return _call(name, call, move), move
-
-
 def _garbage(
-    report: opinfo.Report, name: str, calls: list[Call], count: int, device: str, at: Callable[[str], None]
+    report: Report, name: str, calls: list[Sample], count: int, device: str, at: Callable[[str], None]
 ) -> None:
-    made = [generated.garbage(name, calls[k % len(calls)], k) for k in range(count)]
+    made = [from_schema.garbage(name, calls[k % len(calls)], k) for k in range(count)]
     at("making garbage")
-    compared = _on_cpu(name) and name not in {**DIFFERENT, **backends.of_operator(name).differs()}
-    on_cpu: dict[int, survey.Outcome] = {}
+    compared = is_on_cpu(name) and name not in {**DIFFERENT, **backends.of_operator(name).differs()}
+    on_cpu: dict[int, Attempt] = {}
     if compared:
-        on_cpu = dict(survey.survey(count, lambda k: run(name, made[k], "cpu")))
+        on_cpu = dict(attempts(count, lambda k: run(name, made[k], "cpu")))
     for k, call in enumerate(made):
-        cpu = on_cpu.get(k)
-        if cpu is not None and cpu.kind in ("crashed", "hung") and (call.alone or not _of_package(name)):
+        cpu, alone = on_cpu.get(k), from_schema.is_alone(call)
+        if cpu is not None and cpu.kind in ("crashed", "hung") and (alone or not is_of_package(name)):
             report.notes["the CPU crashes"] += 1
             continue
         at(f"garbage, sample {k}")
         report.ran["garbage"] += 1
 
-        def fail(kind: str, message: str, k: int = k, call: Call = call) -> None:
-            report.failures.append(opinfo.Failure("garbage", kind, k, f"{message} {call}"))
+        def fail(kind: str, message: str, k: int = k, call: Sample = call) -> None:
+            report.fail("garbage", kind, k, f"{message} ({call!r})")
 
         if cpu is not None and cpu.kind in ("crashed", "hung"):
             fail("crash", f"on the CPU: {cpu.message}")
@@ -469,10 +472,10 @@ def _garbage(
                 run(name, call, device)
             error = None
         except Exception as raised:
-            error = opinfo.first_line(raised)
+            error = first_line(raised)
         if error and "INTERNAL ASSERT" in error and not (cpu and "INTERNAL ASSERT" in cpu.message):
             fail("internal", error)
         elif cpu is not None and cpu.kind == "raised" and not error and LACKS_DTYPE.search(cpu.message):
             report.notes["a dtype that the CPU lacks"] += 1
-        elif cpu is not None and not call.alone and bool(error) != (cpu.kind == "raised"):
+        elif cpu is not None and not alone and bool(error) != (cpu.kind == "raised"):
             fail("error" if error else "no error", error or f"the CPU raised {cpu.message}")

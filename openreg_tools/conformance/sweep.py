@@ -15,11 +15,24 @@ from typing import Any
 
 import torch
 
-from openreg_tools.conformance import asynchronous, attention, freed, graphs, layouts, opinfo, transforms
-from openreg_tools.conformance.one_sample import Sample
+from openreg_tools.conformance import asynchronous, freed, graphs, layouts, transforms
+from openreg_tools.conformance.one_sample import OneSample
+from openreg_tools.conformance.outcomes import Report
+from openreg_tools.core import opinfo
+from openreg_tools.core.move import Move
 
 DIRECT = ("forward", "backward", "inplace", "out", "sparse", "errors")
-CHECKS = (*DIRECT, "layouts", "attention", "async", "async_errors", graphs.CHECK, freed.CHECK, *transforms.CHECKS)
+CHECKS = (*DIRECT, "layouts", *asynchronous.CHECKS, graphs.CHECK, freed.CHECK, *transforms.CHECKS)
+
+# The checks of one sample, in the order in which they run.
+_OF_SAMPLE: dict[str, Callable[[OneSample], None]] = {
+    "forward": OneSample.forward,
+    "backward": OneSample.backward,
+    "inplace": OneSample.inplace,
+    "out": OneSample.out,
+    "layouts": layouts.check,
+    **{name: getattr(transforms, name) for name in transforms.CHECKS},
+}
 
 
 def check(
@@ -29,62 +42,53 @@ def check(
     samples: int = 8,
     checks: tuple[str, ...] = CHECKS,
     at: Callable[[str], None] = lambda where: None,
-) -> opinfo.Report:
+) -> Report:
     """Compare `op` on `device` with the CPU over at most `samples` sample inputs; `at` is called with the progress."""
-    report = opinfo.Report()
-    if op.name in attention.OPERATORS:  # the CPU lacks them
-        for i, kind, message in attention.check(op, dtype, device, at) if "attention" in checks else ():
-            report.ran["attention"] += 1
-            if kind:
-                report.failures.append(opinfo.Failure("attention", kind, i, message))
-        return report
-    checks = tuple(name for name in checks if name != "attention")
+    report = Report()
     at("making samples")
+    differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    backward = "backward" in checks and differentiable
+    requires_grad = differentiable and not {"backward", *transforms.CHECKS}.isdisjoint(checks)
+    is_first = dtype == opinfo.first_dtype(op)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-        backward = "backward" in checks and differentiable
-        requires_grad = differentiable and not {"backward", *transforms.CHECKS}.isdisjoint(checks)
-        for i, sample in enumerate(opinfo._samples(op, dtype, requires_grad, samples)):
-            one = Sample(op, sample, i, device, report)
-            for name in checks:
-                if name in ("sparse", "errors", "async", "async_errors", graphs.CHECK, freed.CHECK) or (
-                    name == "backward" and not backward
-                ):
-                    continue
-                at(f"{name}, sample {i}")
-                if name == "layouts":
-                    layouts.check(one)
-                else:
-                    getattr(transforms, name)(one) if name in transforms.CHECKS else getattr(one, name)()
-        if "sparse" in checks:
-            for layout in opinfo.LAYOUTS:
-                for i, sample in enumerate(opinfo._sparse_samples(op, layout, dtype, samples)):
-                    at(f"sparse, sample {i}")
-                    one = Sample(op, sample, i, device, report)
-                    one.forward("sparse")
-                    if backward:
-                        one.backward("sparse")
-        if "errors" in checks and op.error_inputs_func and dtype == opinfo._first_dtype(op):
-            at("making error inputs")
-            torch.manual_seed(opinfo.SEED)
-            wrongs, of_device = (list(itertools.islice(op.error_inputs(each), 4 * samples)) for each in ("cpu", device))
-            for i, wrong in enumerate(wrongs):
-                if len(wrongs) == len(of_device) and wrong.error_type is not of_device[i].error_type:
-                    continue  # OpInfo names another error for the device, which `refuses` expects below
-                at(f"errors, sample {i}")
-                Sample(op, wrong.sample_input, i, device, report).forward("errors")
-            if not report.failures:
-                for i, wrong in enumerate(of_device):
-                    at(f"errors of the device, sample {i}")
-                    Sample(op, wrong.sample_input, i, device, report).refuses(wrong.error_type)
-        if {"async", "async_errors"} & set(checks):
+        for i, sample in enumerate(opinfo.samples(op, dtype, requires_grad, samples)):
+            one = OneSample(op, sample, i, device, report)
+            for name, run in _OF_SAMPLE.items():
+                if name in checks and (name != "backward" or backward):
+                    at(f"{name}, sample {i}")
+                    run(one)
+        for layout in opinfo.LAYOUTS if "sparse" in checks else ():
+            for i, sample in enumerate(opinfo.sparse_samples(op, layout, dtype, samples)):
+                at(f"sparse, sample {i}")
+                one = OneSample(op, sample, i, device, report)
+                one.forward("sparse")
+                if backward:
+                    one.backward("sparse")
+        if "errors" in checks and op.error_inputs_func and is_first:
+            _errors(op, device, 4 * samples, report, at)
+        if not set(asynchronous.CHECKS).isdisjoint(checks):
             asynchronous.check(op, dtype, device, samples, checks, report, at)
-        if freed.CHECK in checks and dtype == opinfo._first_dtype(op):
-            for i, sample in enumerate(opinfo._samples(op, dtype, False, samples)):
-                one = Sample(op, sample, i, device, report)
-                call = functools.partial(one.call, op)
-                freed.compare(report, i, f"sample {i}", call, lambda: opinfo.Mover(device), at)
+        if freed.CHECK in checks and is_first:
+            for i, sample in enumerate(opinfo.samples(op, dtype, False, samples)):
+                call = functools.partial(OneSample(op, sample, i, device, report).call, op)
+                freed.compare(report, i, f"sample {i}", call, lambda: Move(device), at)
         if graphs.CHECK in checks and graphs.supported(device):
             graphs.check(op, dtype, device, samples, report, at)
     return report
+
+
+def _errors(op: Any, device: str, most: int, report: Report, at: Callable[[str], None]) -> None:
+    """Wrong inputs: the device must raise what the CPU raises, or what OpInfo names for the device."""
+    at("making error inputs")
+    torch.manual_seed(opinfo.SEED)
+    of_cpu, of_device = (list(itertools.islice(op.error_inputs(place), most)) for place in ("cpu", device))
+    for i, wrong in enumerate(of_cpu):
+        if len(of_cpu) == len(of_device) and wrong.error_type is not of_device[i].error_type:
+            continue  # OpInfo names another error for the device, which `refuses` expects below
+        at(f"errors, sample {i}")
+        OneSample(op, wrong.sample_input, i, device, report).forward("errors")
+    if not report.failures:
+        for i, wrong in enumerate(of_device):
+            at(f"errors of the device, sample {i}")
+            OneSample(op, wrong.sample_input, i, device, report).refuses(wrong.error_type)

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from openreg_tools.conformance import graphs
-from openreg_tools.conformance.opinfo import Comparison, Report, _one_line, first_line
+from openreg_tools.conformance.outcomes import Comparison, Outcome, Report, first_line, one_line
 
 CHECKS = ("train", "eval", "step", "vmap_grad", graphs.CHECK)
 DTYPES = ("float32", "float64")
@@ -44,22 +44,14 @@ def optimizers() -> dict[str, Any]:
 def _both(report: Report, check: str, sample: int, run: Callable[[str], Any], device: str) -> list[Any] | None:
     """The results of `run` on the CPU and on the device. None if either raised, and a failure if only one did."""
     report.ran[check] += 1
-    values, errors = [], []
+    outcomes = []
     for place in ("cpu", device):
         try:
-            values.append(run(place))
+            outcomes.append(Outcome(run(place)))
         except Exception as error:
-            errors.append((place, error))
-            values.append(None)
-    if not errors:
-        return values
-    comparison = Comparison(report, check, sample, device, True)
-    if len(errors) == 1:
-        place, error = errors[0]
-        comparison.fail("no error" if place == "cpu" else "error", f"{place} raised {first_line(error)}")
-    elif type(errors[0][1]) is not type(errors[1][1]):
-        comparison.fail("error type", " but ".join(f"{place} raised {first_line(error)}" for place, error in errors))
-    return None
+            outcomes.append(Outcome(error=error))
+    is_whole = Comparison(report, check, sample, device, True).returned(*outcomes)
+    return [outcome.value for outcome in outcomes] if is_whole else None
 
 
 # ---- modules ----
@@ -223,7 +215,7 @@ def check_optimizer(
                     try:  # four steps amplify rounding
                         torch.testing.assert_close(a.cpu(), e, rtol=1e-4, atol=1e-5, equal_nan=True)
                     except AssertionError as error:
-                        comparison.fail("value", f"{sample.desc} {flags}: {_one_line(error)}")
+                        comparison.fail("value", f"{sample.desc} {flags}: {one_line(error)}")
     return report
 
 

@@ -1,6 +1,6 @@
 """Runs an OpInfo sample under torch.func's transforms, on a device and on the CPU.
 
-Each function here is a check of `opinfo`: the same transform runs on both, over copies of the same tensors, and must
+Each function here is a check of `sweep`: the same transform runs on both, over copies of the same tensors, and must
 give the same values or raise the same type. A transform wraps tensors, so code of the backend above the dispatcher (a
 choice between algorithms, an autograd kernel) receives tensors without memory.
 """
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from openreg_tools.conformance.one_sample import Sample
-from openreg_tools.conformance.opinfo import HOST_ARGUMENTS, Mover
+from openreg_tools.conformance.one_sample import OneSample
+from openreg_tools.conformance.outcomes import HOST_ARGUMENTS
+from openreg_tools.core.move import Move
+from openreg_tools.core.variations import is_strided
 
 CHECKS = ("vmap", "grad", "jvp", "jacrev", "vmap_grad")
 
@@ -24,18 +26,18 @@ ALONE = 6  # of the tensors are batched alone, because lists of tensors are long
 ROWS = 8  # elements of each output whose Jacobian is computed
 
 
-class _Arguments:
+class Arguments:
     """A sample's arguments with the tensors taken out."""
 
-    def __init__(self, one: Sample) -> None:
+    def __init__(self, one: OneSample) -> None:
         sample = one.sample
         self.leaves, self.spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
         self.stay = one.op.name in HOST_ARGUMENTS  # all arguments but the first
-        self.places = [i for i, leaf in enumerate(self.leaves) if _is_strided(leaf) and not (self.stay and i)]
+        self.places = [i for i, leaf in enumerate(self.leaves) if is_strided(leaf) and not (self.stay and i)]
         self.tensors: list[Tensor] = [self.leaves[i] for i in self.places]
         self.differentiable = tuple(i for i, x in enumerate(self.tensors) if x.requires_grad)  # among the tensors
 
-    def function(self, op: Callable, move: Mover) -> Callable[..., Any]:
+    def function(self, op: Callable, move: Move) -> Callable[..., Any]:
         """`op` as a function of the tensors; the other arguments are moved once."""
         rest = [leaf if i in self.places or self.stay else move(leaf) for i, leaf in enumerate(self.leaves)]
 
@@ -47,10 +49,6 @@ class _Arguments:
             return op(input_, *args, **kwargs)
 
         return call
-
-
-def _is_strided(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not (leaf.is_nested or leaf.is_quantized)
 
 
 # ---- vmap ----
@@ -98,15 +96,15 @@ class _Vmap:
         return torch.vmap(function, self.dims, randomness="same")(*tensors)
 
 
-def vmap(one: Sample) -> None:
+def vmap(one: OneSample) -> None:
     """torch.vmap with each in_dims, of the operator, its in-place form, and the operator's gradient."""
-    arguments = _Arguments(one)
+    arguments = Arguments(one)
     if not arguments.places:
         return
     for dims in in_dims(arguments.tensors):
         batched = batch(arguments.tensors, dims)
 
-        def call(move: Mover, over: _Vmap = _Vmap(dims), batched: list = batched) -> Any:  # noqa: B008
+        def call(move: Move, over: _Vmap = _Vmap(dims), batched: list = batched) -> Any:  # noqa: B008
             return over(arguments.function(one.op, move), [move(x) for x in batched])
 
         if arguments.differentiable and dims == (0,) * len(dims):
@@ -114,12 +112,12 @@ def vmap(one: Sample) -> None:
         else:
             one.comparison("vmap").outcomes(*one.both(call))
     inplace = one.op.get_inplace()
-    if inplace is None or one.sample.broadcasts_input or not _is_strided(one.sample.input):
+    if inplace is None or one.sample.broadcasts_input or not is_strided(one.sample.input):
         return
     for dims in {(0,) * len(arguments.places), (None, *(0,) * (len(arguments.places) - 1))} - {(None,)}:
         batched = batch(arguments.tensors, dims)
 
-        def change(move: Mover, over: _Vmap = _Vmap(dims), batched: list = batched) -> Any:  # noqa: B008
+        def change(move: Move, over: _Vmap = _Vmap(dims), batched: list = batched) -> Any:  # noqa: B008
             tensors = [move(x) for x in batched]
             return over(arguments.function(inplace, move), tensors), tensors[0]
 
@@ -136,33 +134,33 @@ def _weights(out: Tensor) -> Tensor:
 
 
 def _differentiable(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if _is_strided(x) and (x.is_floating_point() or x.is_complex())]
+    return [x for x in tree_leaves(value) if is_strided(x) and (x.is_floating_point() or x.is_complex())]
 
 
 def _real(out: Tensor) -> Tensor:
     return torch.view_as_real(out) if out.is_complex() else out
 
 
-def _loss(function: Callable) -> Callable[..., Any]:
+def loss(function: Callable) -> Callable[..., Any]:
     """A real number that depends on every element of every output."""
 
-    def loss(*tensors: Tensor) -> Any:
+    def total(*tensors: Tensor) -> Any:
         outs = map(_real, _differentiable(function(*tensors)))
         return sum((out * _weights(out)).sum() for out in outs)
 
-    return loss
+    return total
 
 
-def _derivative(one: Sample, check: str, transform: Callable[[Callable, tuple[Tensor, ...]], Any]) -> None:
+def _derivative(one: OneSample, check: str, transform: Callable[[Callable, tuple[Tensor, ...]], Any]) -> None:
     """`transform` of the operator with respect to all differentiable arguments, the first alone, and the last alone.
 
     The other tensors are constants that no transform wraps.
     """
-    arguments = _Arguments(one)
+    arguments = Arguments(one)
     every = arguments.differentiable
     for chosen in dict.fromkeys((every, every[:1], every[-1:])) if every else ():
 
-        def call(move: Mover, chosen: tuple = chosen) -> Any:
+        def call(move: Move, chosen: tuple = chosen) -> Any:
             tensors = [move(x) for x in arguments.tensors]
             function = arguments.function(one.op, move)
 
@@ -175,17 +173,17 @@ def _derivative(one: Sample, check: str, transform: Callable[[Callable, tuple[Te
         one.comparison(check).outcomes(*one.both(call))
 
 
-def grad(one: Sample) -> None:
+def grad(one: OneSample) -> None:
     """torch.func.grad."""
-    _derivative(one, "grad", lambda f, primals: torch.func.grad(_loss(f), tuple(range(len(primals))))(*primals))
+    _derivative(one, "grad", lambda f, primals: torch.func.grad(loss(f), tuple(range(len(primals))))(*primals))
 
 
-def jvp(one: Sample) -> None:
+def jvp(one: OneSample) -> None:
     """torch.func.jvp."""
     _derivative(one, "jvp", lambda f, primals: torch.func.jvp(f, primals, tuple(map(_weights, primals))))
 
 
-def jacrev(one: Sample) -> None:
+def jacrev(one: OneSample) -> None:
     """torch.func.jacrev of the first elements of each output: vmap over the backward."""
 
     def transform(function: Callable, primals: tuple[Tensor, ...]) -> Any:
@@ -197,9 +195,9 @@ def jacrev(one: Sample) -> None:
     _derivative(one, "jacrev", transform)
 
 
-def vmap_grad(one: Sample) -> None:
+def vmap_grad(one: OneSample) -> None:
     """Per-sample gradients: torch.vmap of torch.func.grad, with every tensor batched, the first, and all the others."""
-    arguments = _Arguments(one)
+    arguments = Arguments(one)
     if not arguments.differentiable:
         return
     count = len(arguments.places)
@@ -209,8 +207,8 @@ def vmap_grad(one: Sample) -> None:
             continue
         batched = batch(arguments.tensors, dims)
 
-        def call(move: Mover, over: _Vmap = _Vmap(dims), batched: list = batched) -> Any:  # noqa: B008
-            gradient = torch.func.grad(_loss(arguments.function(one.op, move)), arguments.differentiable)
+        def call(move: Move, over: _Vmap = _Vmap(dims), batched: list = batched) -> Any:  # noqa: B008
+            gradient = torch.func.grad(loss(arguments.function(one.op, move)), arguments.differentiable)
             return over(gradient, [move(x) for x in batched])
 
         one.comparison("vmap_grad").outcomes(*one.both(call))

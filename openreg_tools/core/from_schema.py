@@ -15,7 +15,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from openreg_tools import dispatch
-from openreg_tools.core.samples import Sample, Stays, StorageOf
+from openreg_tools.core.move import Stays, StorageOf
+from openreg_tools.core.samples import Sample
 from openreg_tools.core.variations import SIZES
 
 __all__ = ["arguments_of", "call", "garbage", "is_alone", "overload"]

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
+from openreg_tools.core.move import Move
 from openreg_tools.core.samples import Sample
 
 __all__ = [
@@ -105,8 +106,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is self.wanted and len(self.calls) < self.most:
-            copied = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, (args, kwargs or {}))
-            self.calls.append(Sample(*copied[0], **copied[1]))
+            copied = Move("cpu")
+            self.calls.append(Sample(*copied(args), **copied(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
     @classmethod

@@ -7,7 +7,6 @@ Other samples come from PyTorch's OpInfo (`core.opinfo`) or are made from a sche
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import re
 from typing import Any
@@ -15,15 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools import dispatch
-from openreg_tools.forms import Wrong
+from openreg_tools.core import device as devices
+from openreg_tools.core.move import RequiresGrad, Stays, StorageOf
+from openreg_tools.core.options import Wrong
 
 __all__ = [
-    "Packed",
-    "RequiresGrad",
     "Sample",
-    "Stays",
-    "StorageOf",
     "dtype_name",
     "dtype_of",
     "parse",
@@ -42,34 +38,6 @@ class Sample:
     def __repr__(self) -> str:
         words = [shown(value) for value in self.args]
         return ", ".join([*words, *(f"{name}={shown(value)}" for name, value in self.kwargs.items())])
-
-
-# ---- arguments that are not what they hold ----
-
-
-@dataclasses.dataclass
-class StorageOf:
-    """Stands for the storage of a tensor."""
-
-    tensor: Tensor
-
-
-@dataclasses.dataclass
-class Stays:
-    """A tensor that stays on the CPU when the others move."""
-
-    tensor: Tensor
-
-
-class Packed(Stays):
-    """A tensor whose memory holds an object of C++, such as fbgemm's packed weights, and therefore cannot be copied."""
-
-
-@dataclasses.dataclass
-class RequiresGrad:
-    """A tensor that requires a gradient after the move."""
-
-    tensor: Tensor
 
 
 # ---- for display ----
@@ -173,7 +141,7 @@ def _split(text: str) -> list[str]:
 
 def _tensor(match: re.Match[str], numbers: torch.Generator, device: str) -> torch.Tensor:
     place = torch.device(match[4] or device)
-    dispatch.usable(str(place))
+    devices.usable(str(place))
     shape = [int(size) for size in match[2].split(",") if size.strip()]
     dtype = dtype_of(match[1])
     if dtype.is_floating_point or dtype.is_complex:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from openreg_tools.core.samples import Sample, Stays
+from openreg_tools.core.move import Stays
+from openreg_tools.core.samples import Sample
 
 __all__ = [
     "ALIASES",

@@ -1,18 +1,10 @@
-"""Shared by the checks of PyTorch's operators: the OpInfo database, calls on a device and on the CPU, and comparisons.
-
-sweep.py runs the checks.
-"""
+"""Calls on a device and on the CPU, and comparisons of all that a program can observe of them."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import itertools
-import re
-import unittest
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,18 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from openreg_tools import backends
-from openreg_tools.conformance import attention
-
-DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64", "int64", "int32", "uint8", "bool")
-LAYOUTS = ("coo", "csr", "csc", "bsr", "bsc")
+from openreg_tools.core.move import Move
+from openreg_tools.core.opinfo import SEED
 
 # Operators that return uninitialized memory: everything but the values is compared.
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 # Operators that expect these tensor arguments on the CPU, on every device including CUDA.
 HOST_ARGUMENTS = {"tensor_split": "tensor_indices_or_sections is read while the shapes are made"}
-
-SEED = 1234
 
 
 def draws_as_cpu(kind: str) -> bool:
@@ -82,111 +70,43 @@ class Report:
     def passed(self) -> bool:
         return not self.failures
 
+    def fail(self, check: str, kind: str, sample: int, message: str) -> None:
+        self.failures.append(Failure(check, kind, sample, message))
+
     def add(self, other: Report) -> None:
         self.ran.update(other.ran)
         self.failures += other.failures
         self.notes.update(other.notes)
 
 
-@contextlib.contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
-    """Patches for the import of OpInfo's lists, which ask which GPU there is for the dtypes that CUDA supports."""
-    from torch.testing._internal import common_cuda
-
-    names = [name for name in vars(common_cuda) if re.fullmatch(r"SM(5|6|7|8|9)\dOrLater", name)]
-    before = {name: getattr(common_cuda, name) for name in names}
-    vars(common_cuda).update(dict.fromkeys(names, True))
-    try:
-        yield
-    finally:
-        vars(common_cuda).update(before)
-
-
-@functools.cache
-def database() -> dict[str, Any]:
-    """Every OpInfo of ``op_db`` and of the foreach lists, by its full name (``linalg.svd``, ``_foreach_add``)."""
-    with _as_on_a_gpu():
-        from torch.testing._internal import common_methods_invocations as lists
-
-    foreach = [getattr(lists, name) for name in dir(lists) if re.fullmatch(r"foreach_\w+_op_db", name)]
-    return {op.full_name: op for op in itertools.chain(lists.op_db, *foreach)}
-
-
-def dtypes_of(op: Any) -> list[str]:
-    """The dtypes of `DTYPES` that the CPU supports for `op`, or that `attention` checks."""
-    if op.name in attention.OPERATORS:
-        return list(attention.OPERATORS[op.name])
-    supported = op.supported_dtypes("cpu")
-    return [name for name in DTYPES if getattr(torch, name) in supported]
-
-
-# ---- moving arguments ----
-
-
-class Mover:
-    """Copies arguments to a device, keeping strides, offsets, conj bits, and which tensors share a storage."""
-
-    def __init__(self, device: str, requires_grad: bool = False) -> None:
-        self.device = torch.device(device)
-        self.requires_grad = requires_grad
-        self.storages: dict[int, torch.Tensor] = {}
-        self.tensors: dict[int, torch.Tensor] = {}
-        self.leaves: list[torch.Tensor] = []  # those that require a gradient, in order
-        self.kept: list[Any] = []  # keeps the ids valid
-
-    def __call__(self, value: Any) -> Any:
-        match value:
-            case torch.Tensor():
-                return self.tensor(value)
-            case torch.Generator():
-                generator = torch.Generator(self.device)
-                generator.set_state(value.get_state())
-                return generator
-            case torch.device(type="cpu") | "cpu":
-                return self.device if isinstance(value, torch.device) else str(self.device)
-            case torch.Size() | torch.dtype() | str():
-                return value
-            case tuple() if hasattr(value, "_fields"):
-                return type(value)(*map(self, value))
-            case list() | tuple():
-                return type(value)(map(self, value))
-            case dict():
-                return {key: self(each) for key, each in value.items()}
-            case slice():
-                return slice(self(value.start), self(value.stop), self(value.step))
-        return value
-
-    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in self.tensors:
-            return self.tensors[id(tensor)]
-        with torch.no_grad():
-            copy = self.copy(tensor.detach())
-        if tensor.requires_grad and self.requires_grad:
-            copy.requires_grad_()
-            self.leaves.append(copy)
-        self.kept.append(tensor)
-        self.tensors[id(tensor)] = copy
-        return copy
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-            return tensor.clone().to(self.device)
-        if tensor.is_conj():
-            return self.copy(tensor.conj()).conj()
-        if tensor.is_neg():
-            return self.copy(torch._neg_view(tensor))._neg_view()
-        storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.dtype)
-        if key not in self.storages:
-            count = storage.nbytes() // tensor.element_size()
-            flat = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (count,), (1,))
-            self.storages[key] = flat.clone().to(self.device)
-            self.kept.append(storage)
-        moved = self.storages[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        return moved.detach() if moved._is_view() else moved
-
-
 # ---- running and comparing ----
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether everything that a program can observe of two results of one device is equal, bit for bit."""
+    if (a.dtype, a.layout, a.device, a.requires_grad) != (b.dtype, b.layout, b.device, b.requires_grad):
+        return False
+    if a.is_nested or b.is_nested:
+        return a.is_nested == b.is_nested and all(map(same, a.unbind(), b.unbind()))
+    if a.shape != b.shape:
+        return False
+    if a.layout != torch.strided:
+        return same(a.to_dense(), b.to_dense())
+    if a.is_quantized:
+        return same(a.int_repr(), b.int_repr())
+    if a.stride() != b.stride():
+        return False
+    if any(size < 0 for size in a.shape):  # as_strided makes such a tensor, which nothing can read
+        return True
+    a, b = (x.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for x in (a, b))
+    if (a.dtype.is_floating_point or a.dtype.is_complex) and a.element_size() > 1 and a.dtype != torch.complex32:
+        return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) if a.numel() else True
+
+
+def short(x: Any) -> str:
+    """A result in a message: its dtype, its shape and its first elements."""
+    return f"{x.dtype} {list(x.shape)} {x.flatten()[:3].tolist()}" if isinstance(x, torch.Tensor) else repr(x)
 
 
 @dataclasses.dataclass
@@ -195,7 +115,7 @@ class Outcome:
 
     value: Any = None
     error: Exception | None = None
-    mover: Mover | None = None
+    mover: Move | None = None
     drew: bool = False  # random numbers from the CPU's generator
 
 
@@ -209,9 +129,9 @@ def seed(device: str) -> None:
             function(SEED)
 
 
-def run(call: Callable[[Mover], Any], device: str, requires_grad: bool = False) -> Outcome:
+def run(call: Callable[[Move], Any], device: str, requires_grad: bool = False) -> Outcome:
     """Seed everything, then call."""
-    outcome = Outcome(mover=Mover(device, requires_grad))
+    outcome = Outcome(mover=Move(device, requires_grad))
     seed(device)
     before = torch.get_rng_state()
     try:
@@ -223,7 +143,7 @@ def run(call: Callable[[Mover], Any], device: str, requires_grad: bool = False) 
     return outcome
 
 
-class _Draws(TorchDispatchMode):
+class Draws(TorchDispatchMode):
     """Detects whether random numbers are drawn, even if the generator's state is restored (OpInfo's wrappers do that)."""
 
     drew = False
@@ -241,9 +161,6 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
 
 
-_RTOL = {torch.float32: 1.3e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}  # torch.testing.assert_close
-
-
 class Comparison:
     """Compares the device's outcome with the CPU's, collecting failures and notes into a report."""
 
@@ -251,15 +168,11 @@ class Comparison:
         self.report, self.check, self.sample, self.values = report, check, sample, values
         self.device = torch.device(device)
         self.exact = False
-        self.bits = True  # whether results must be conjugate and negative views where the CPU's are
-        # The tolerance is this dtype's, if the dtype of a result has a smaller one.
-        self.computed_in: torch.dtype | None = None
-        self.unequal: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # results whose values differ: the CPU's, the device's
+        # The results whose values differ: the CPU's, and the device's.
+        self.unequal: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def fail(self, kind: str, message: str) -> None:
-        self.report.failures.append(Failure(self.check, kind, self.sample, message))
+        self.report.fail(self.check, kind, self.sample, message)
 
     def outcomes(self, cpu: Outcome, device: Outcome) -> bool:
         """Whether both returned; if so, their values are compared."""
@@ -315,7 +228,7 @@ class Comparison:
             self.fail("layout", f"expected is_coalesced() to be {expected.is_coalesced()}")
         if not expected.is_nested and actual.shape != expected.shape:
             return self.fail("shape", f"expected {list(expected.shape)}, but got {list(actual.shape)}")
-        for bit in ("is_conj", "is_neg") if self.bits else ():
+        for bit in ("is_conj", "is_neg"):
             if getattr(actual, bit)() != getattr(expected, bit)():
                 self.fail("layout", f"expected {bit}() to be {getattr(expected, bit)()}")
         if actual.requires_grad != expected.requires_grad:
@@ -355,7 +268,7 @@ class Comparison:
             torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
             return
         except AssertionError as error:
-            message = _one_line(error)
+            message = one_line(error)
         except (RuntimeError, IndexError):  # a sparse tensor that its maker has not checked
             if not _is_comparable(expected):
                 self.report.notes["cannot be compared"] += 1
@@ -364,22 +277,13 @@ class Comparison:
         if self.exact:
             return self.fail("rng", f"from the same seed: {message}")
         try:
-            torch.testing.assert_close(actual, expected, equal_nan=True, **self.tolerances(expected))
+            torch.testing.assert_close(actual, expected, equal_nan=True)
             self.report.notes["rounding"] += 1
         except AssertionError as error:
             self.unequal.append((expected, actual))
-            self.fail(kind, _one_line(error))
+            self.fail(kind, one_line(error))
 
-    def tolerances(self, expected: torch.Tensor) -> dict[str, float]:
-        """torch.testing's tolerances of the dtype `computed_in`, if that is less precise than the result's."""
-        floating = expected.is_floating_point() or expected.is_complex()
-        if self.computed_in is None or not floating:
-            return {}
-        if torch.finfo(self.computed_in).eps <= torch.finfo(expected.dtype).eps:
-            return {}
-        return {"rtol": _RTOL[self.computed_in], "atol": 1e-5} if self.computed_in in _RTOL else {}
-
-    def aliases(self, expected: torch.Tensor, actual: torch.Tensor, cpu: Mover, device: Mover) -> None:
+    def aliases(self, expected: torch.Tensor, actual: torch.Tensor, cpu: Move, device: Move) -> None:
         e, a = _shares(expected, cpu), _shares(actual, device)
         if e != a:
             self.fail("alias", f"expected a result that shares memory with {_arguments(e)}, not with {_arguments(a)}")
@@ -411,7 +315,7 @@ def _is_comparable(x: torch.Tensor) -> bool:
     return True
 
 
-def _one_line(error: AssertionError) -> str:
+def one_line(error: AssertionError) -> str:
     """assert_close's message, with the number of wrong elements and the greatest difference."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines)[:300]
@@ -423,7 +327,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
     return tensor.untyped_storage()._cdata
 
 
-def _shares(result: torch.Tensor, mover: Mover) -> tuple[int, ...]:
+def _shares(result: torch.Tensor, mover: Move) -> tuple[int, ...]:
     """The arguments, in order, that a result shares its storage with."""
     mine = _storage(result)
     if mine is None:
@@ -433,34 +337,3 @@ def _shares(result: torch.Tensor, mover: Mover) -> tuple[int, ...]:
 
 def _arguments(which: tuple[int, ...]) -> str:
     return f"tensor arguments {list(which)}" if which else "no argument"
-
-
-# ---- one sample ----
-
-
-def _first_dtype(op: Any) -> torch.dtype | None:
-    """The dtype under which the dtype-independent error inputs run."""
-    names = dtypes_of(op)
-    return getattr(torch, names[0]) if names else None
-
-
-def _samples(op: Any, dtype: torch.dtype, requires_grad: bool, most: int) -> Iterator[Any]:
-    torch.manual_seed(SEED)
-    count = 20 * most if most > 1 else 1
-    made = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=requires_grad), count))
-    # Spread over the list, because neighbors tend to be similar.
-    step = max(1, len(made) / most)
-    return iter([made[int(i * step)] for i in range(min(most, len(made)))])
-
-
-def _sparse_samples(op: Any, layout: str, dtype: torch.dtype, most: int) -> list[Any]:
-    """The samples of a sparse layout. Few of the operators that support one have samples."""
-    if not getattr(op, "supports_sparse" if layout == "coo" else f"supports_sparse_{layout}"):
-        return []
-    torch.manual_seed(SEED)
-    requires_grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-    try:
-        samples = op.sample_inputs_sparse(getattr(torch, f"sparse_{layout}"), "cpu", dtype, requires_grad=requires_grad)
-        return list(itertools.islice(samples, most))
-    except (NotImplementedError, unittest.SkipTest):
-        return []

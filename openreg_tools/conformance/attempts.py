@@ -1,4 +1,4 @@
-"""Attempts that may crash or hang: `survey` makes them in a forked child."""
+"""Attempts that may crash or hang, in a forked child: another child goes on after one that ended."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from openreg_tools.conformance import opinfo
+from openreg_tools.conformance.outcomes import first_line
 from openreg_tools.core import child
 
-__all__ = ["Outcome", "survey"]
+__all__ = ["Attempt", "attempts"]
 
 
 @dataclasses.dataclass
-class Outcome:
-    """How one attempt of `survey` ended."""
+class Attempt:
+    """How one attempt ended."""
 
     kind: str  # "returned", "raised", "crashed" or "hung"
     message: str = ""
 
 
-def survey(
+def attempts(
     count: int, attempt: Callable[[int], Any], enough: int | None = None, seconds: float = 10.0
-) -> Iterator[tuple[int, Outcome]]:
+) -> Iterator[tuple[int, Attempt]]:
     """Make attempts 0 to count - 1 in a forked child. When one ends the child or hangs, fork another.
 
     Ends early once `enough` have returned, or three have hung. The attempts must not use a device that the parent has used.
@@ -40,7 +40,7 @@ def survey(
                 return
 
 
-def _forked(which: range, attempt: Callable[[int], Any], seconds: float) -> Iterator[tuple[int, Outcome]]:
+def _forked(which: range, attempt: Callable[[int], Any], seconds: float) -> Iterator[tuple[int, Attempt]]:
     running: int | None = which.start
 
     def work(answer: Callable[[Any], None]) -> None:
@@ -55,13 +55,13 @@ def _forked(which: range, attempt: Callable[[int], Any], seconds: float) -> Iter
                     attempt(i)
                     answer([i, "returned"])
                 except Exception as error:
-                    answer([i, "raised", opinfo.first_line(error)])
+                    answer([i, "raised", first_line(error)])
 
     try:
         for i, *outcome in child.answers(work, seconds):
             running = None if outcome else i
             if outcome:
-                yield i, Outcome(*outcome)
+                yield i, Attempt(*outcome)
     except child.Ended as error:
         if running is not None:
-            yield running, Outcome("hung" if isinstance(error, child.Hung) else "crashed", str(error))
+            yield running, Attempt("hung" if isinstance(error, child.Hung) else "crashed", str(error))
