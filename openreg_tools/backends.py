@@ -159,15 +159,10 @@ class Backend:
     isolation: Mapping[str, str] = {}  # environment variables that end the process where the host uses device memory
     access = r"$^"  # a regular expression for the message with which it ends; group 1 says what the host did
     hidden: tuple[str, ...] = ()  # path prefixes of files whose lines do not belong to the program
-    watchers: tuple[str, ...] = ()  # those through which a watched call passes: a failing test does not show them
 
     def races(self, found: Callable[[list[Any]], None]) -> contextlib.AbstractContextManager[Any]:
         """A context that calls `found` with races, as objects like the errors of `torch.cuda._sanitizer`."""
         return contextlib.nullcontext()
-
-    def waits(self, found: Callable[[str], None]) -> contextlib.AbstractContextManager[Any] | None:
-        """A context that calls `found` with the operator of each wait, such as "aten::nonzero"; None if it cannot."""
-        return None
 
     def fallbacks(self) -> int:
         """How many calls have run on the CPU, with copies."""

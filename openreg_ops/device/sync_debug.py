@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
 
 import torch
 
@@ -19,8 +17,6 @@ _REMEDIES = {
     "aten::copy_": "pin the host memory and pass non_blocking=True",
     "Stream.synchronize": "let a stream wait for it with wait_stream(), or wait later",
 }
-_mode = "default"  # the program's, while a tool listens
-_listeners: list[Callable[[str], None]] = []
 _DATA_DEPENDENT = (
     "use a form that does not read device memory on the host, such as torch.where() for a mask, output_size= or "
     "num_classes= for a size, and indices on the device"
@@ -58,28 +54,8 @@ def get_sync_debug_mode() -> int:
     return _MODES.index(_C.sync_debug_mode())
 
 
-@contextlib.contextmanager
-def listening(listener: Callable[[str], None]) -> Iterator[None]:
-    """While active, tells a tool each operation that waits; the program's own mode stays as it is."""
-    global _mode
-    if not _listeners:
-        _mode = _C.sync_debug_mode()
-    _listeners.append(listener)
-    _C.set_sync_debug_mode("error" if _mode == "error" else "warn")
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
-        if not _listeners:
-            _C.set_sync_debug_mode(_mode)
-
-
 def _report(operation: str) -> None:
-    """Tell the tools about an operation that is about to wait, and warn or raise."""
-    for listener in _listeners:
-        listener(operation)
-    if _listeners and _mode == "default":
-        return
+    """Warn about an operation that is about to wait, or raise."""
     node = torch._C._current_autograd_node()
     frame = next(place.frames(), None)
     where = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""

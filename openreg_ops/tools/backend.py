@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from openreg_ops.sanitizer.source_files import FILES
 from openreg_tools.backends import Backend, Has, Kernel
 
 if TYPE_CHECKING:
@@ -128,15 +127,9 @@ class Openreg(Backend):
     isolation = {"OPENREG_ISOLATION": "strict"}
     access = r"^openreg: the host (.*?):.*\n.*$"
     hidden = (str(PACKAGE) + os.sep,)
-    watchers = FILES
 
     def races(self, found: Callable[[list[Any]], None]) -> contextlib.AbstractContextManager[Any]:
         return torch.openreg._sanitizer.sanitize(found)
-
-    def waits(self, found: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
-        from openreg_ops.device.sync_debug import listening
-
-        return listening(found)
 
     def fallbacks(self) -> int:
         from openreg_ops import _C

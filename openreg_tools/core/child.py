@@ -247,7 +247,7 @@ def parent() -> Parent | None:
     given = os.environ.pop(_VARIABLE, None)
     if given is None:
         return None
-    faulthandler.enable()
+    faulthandler.enable(sys.__stderr__)  # pytest replaces sys.stderr
     requests, answers = map(int, given.split(","))
     for file in (requests, answers):
         os.set_inheritable(file, False)

@@ -45,13 +45,6 @@ def pytest_load_initial_conftests(
     values = {value for option, value in zip(args, args[1:], strict=False) if option == "--device"}
     known = early_config.known_args_namespace
     known.file_or_dir = [path for path in known.file_or_dir if path not in values]
-    if {"all", "cuda"} & {kind.strip() for kind in f"{known.device_misuse},{known.device_forbid}".split(",")}:
-        from openreg_tools.pytest_plugin.misuse import noticing_decorators
-
-        session = lambda: early_config.pluginmanager.get_plugin("openreg_tools.pytest_plugin.session")  # noqa: E731
-        decorators = noticing_decorators(early_config.rootpath, lambda: getattr(session(), "watch", None))
-        decorators.__enter__()  # before a conftest.py imports what they decorate
-        early_config.add_cleanup(lambda: decorators.__exit__(None, None, None))
     result = yield
     missing = object()
     if early_config.getoption("--device", missing) is missing:  # else the suite has its own

@@ -16,7 +16,7 @@ KINDS = {
     "race": "used before the work that writes it is done",
     "mixed": "tensors of different devices in one operator",
     "cuda": '"cuda" where any device could stand',
-    "pinned": "pinned memory that is missing, or written while a copy uses it",
+    "pinned": "memory that should be pinned, or pinned memory overwritten during a copy",
     "leak": "device memory that outlives the test that made it",
     "seed": "random numbers from the CPU's global generator",
     "sync": "the host waits for the device",
@@ -45,7 +45,7 @@ _REMEDIES = {
         ("save_on_cpu", "pass device_type=x.device.type"),
         ("FloatTensor|Tensor\"", "write .to(device, dtype)"),
         (r"torch\.cuda", "ask torch.accelerator, or torch.get_device_module(device)"),
-        ("^device|^torch\\.\\w+\\(", f"take the device from the caller, or {_ACCELERATOR}"),
+        ("[\"']cuda", f"take the device from the caller, or {_ACCELERATOR}"),
         ("", "let the test take the device as an argument"),
     ),
     "pinned": (
@@ -53,10 +53,7 @@ _REMEDIES = {
         ("", "pin the host memory, or leave out non_blocking=True"),
     ),
     "leak": (("", "limit the cache, or hold weak references; gc frees cycles"),),
-    "seed": (
-        ("has not seeded", "call torch.manual_seed() in the test, or pass a generator"),
-        ("", "pass device=x.device, or a generator that the caller gives"),
-    ),
+    "seed": (("", "pass device=x.device, or a generator that the caller gives"),),
     "sync": (
         ("falls back", "register a kernel of the operator for the device"),
         ("^copy|^non_blocking", "copy later, or to pinned memory with non_blocking=True"),
@@ -74,7 +71,7 @@ class Finding:
     kind: str  # one of KINDS
     what: str
     where: str  # "file.py:12"
-    test: str  # "" if the source of a file says it
+    test: str  # "" if the source says it
     own: bool = False  # in the tests' own code
 
     @property
@@ -91,12 +88,6 @@ class Findings:
     def add(self, finding: Finding, count: int = 1) -> None:
         """Count a finding; one without a test comes from a file's source, which several processes may have read."""
         self.counts[finding] = self.counts[finding] + count if finding.test else 1
-
-    def settle(self) -> None:
-        """Drop what a file's source says about lines that a test has reached."""
-        reached = {(finding.kind, finding.where) for finding in self.counts if finding.test}
-        for finding in [each for each in self.counts if not each.test and (each.kind, each.where) in reached]:
-            del self.counts[finding]
 
     def pack(self) -> list[list[Any]]:
         """As plain values, for another process; the packed findings are removed here."""
@@ -138,7 +129,7 @@ class Findings:
                 if len(lines) > top:
                     out.append(f"         and {len(lines) - top} more (--device-report FILE has all)")
             if own:
-                out.append(f"{'' if lines else kind + ': '}{own:>7,} more in the tests' own code, which may wait")
+                out.append(f"{'' if lines else kind + ': '}{own:>7,} more in test code (not counted)")
         return out
 
     def write(self, path: str, **about: Any) -> None:

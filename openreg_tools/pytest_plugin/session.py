@@ -30,6 +30,7 @@ class Session:
         option = config.option
         self.config = config
         self.devices = [_device(name.strip()) for name in option.on_device.split(",")]
+        self.shown = ", ".join(map(str, self.devices))
         self.names: list[str] = config.getini("device_names")
         self.types = {device.type for device in self.devices} - {"cpu"}
         self.forbidden = _kinds("--device-forbid", option.device_forbid)
@@ -51,16 +52,14 @@ class Session:
         # A pytest-xdist worker, or a process started by isolated.py, leaves the report to its parent.
         self.is_worker = hasattr(config, "workerinput") or self.child is not None
         self.isolates = "host" in self.kinds and not self.child and isolated.starts(config)
-        if "seed" in self.kinds:
-            seeds = misuse.noticing_seeds(lambda: self.watch)
-            seeds.__enter__()
-            config.add_cleanup(lambda: seeds.__exit__(None, None, None))
 
-    def pytest_report_header(self) -> str:
-        line = f"device: {', '.join(map(str, self.devices))}"
-        for words, kinds in (("watched for", self.kinds), ("not seen there", self.unseen)):
-            line += f"; {words}: {', '.join(kind for kind in KINDS if kind in kinds)}" * bool(kinds)
-        return line
+    def pytest_report_header(self) -> list[str]:
+        watched = f"; watched for: {', '.join(kind for kind in KINDS if kind in self.kinds)}" * bool(self.kinds)
+        return [f"device: {self.shown}{watched}", *([f"warning: {self.not_watched()}"] if self.unseen else [])]
+
+    def not_watched(self) -> str:
+        kinds = ", ".join(kind for kind in KINDS if kind in self.unseen)
+        return f"{kinds} cannot be detected on {self.shown}" + "; nothing was checked" * (not self.kinds)
 
     # ---- which device a test gets ----
 
@@ -96,7 +95,7 @@ class Session:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         marker = item.get_closest_marker("device_syncs")
         kinds = self.kinds | ({"sync"} if marker else set())
-        if kinds and (self.types or "cuda" in kinds):
+        if self.types and kinds - {"cuda"}:
             self.watch = _ItemWatch(self, item, kinds)
         try:
             return (yield)
@@ -150,15 +149,14 @@ class Session:
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["device_findings"] = self.findings.pack()
         elif self.child:
-            self.child.send(findings=self.findings.pack())
+            self.child.parent.answer({"findings": self.findings.pack()})
         else:
             self._finish(session)
         return (yield)
 
     def _finish(self, session: pytest.Session) -> None:
-        self.findings.settle()
-        not_watched = self.unseen and not self.config.option.device_allow_unseen
-        if (not_watched or self.forbidden & self.findings.kinds()) and session.exitstatus == pytest.ExitCode.OK:
+        unwatched = self.unseen and not self.config.option.device_allow_unseen
+        if (unwatched or self.forbidden & self.findings.kinds()) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if path := self.config.option.device_report:
             self.findings.write(
@@ -188,7 +186,7 @@ class Session:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.kinds and not self.unseen and not self.findings.counts:
             return
-        terminalreporter.section(f"device misuse on {', '.join(map(str, self.devices))}")
+        terminalreporter.section(f"device misuse on {self.shown}")
         lines = self.findings.text()
         if not lines and self.kinds:
             watched = f" of {', '.join(kind for kind in KINDS if kind in self.kinds)}" * bool(self.unseen)
@@ -196,14 +194,13 @@ class Session:
         for line in lines:
             terminalreporter.line(line)
         if self.unseen:
-            kinds, where = ", ".join(kind for kind in KINDS if kind in self.unseen), ", ".join(map(str, self.devices))
             allowed = self.config.option.device_allow_unseen
-            terminalreporter.line(f"cannot be watched on {where}: {kinds}", red=not allowed)
+            terminalreporter.line(self.not_watched(), red=not allowed)
             if not allowed:
                 remedy = "run on openreg, name other kinds, or pass --device-allow-unseen"
                 terminalreporter.line(f"{'':9}Remedy: {remedy}")
         for test in self.ended:
-            terminalreporter.line(f"leak: not known of the tests whose process {test} ended", red=True)
+            terminalreporter.line(f"leak: unknown for the tests that ran before {test} crashed the process", red=True)
         if found := self.forbidden & self.findings.kinds():
             terminalreporter.line(f"--device-forbid: found {', '.join(k for k in KINDS if k in found)}", red=True)
 
