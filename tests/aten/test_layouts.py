@@ -132,14 +132,6 @@ def test_a_quantizer_keeps_its_scales_alive():
     assert q.q_per_channel_scales().is_openreg and len(filler) == 100
 
 
-def test_fake_quantize():
-    x = torch.randn(4, 4)
-    assert_close(
-        torch.fake_quantize_per_tensor_affine(x.to("openreg"), 0.1, 0, -8, 7).cpu(),
-        torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7),
-    )
-
-
 def test_nested():
     parts = [torch.randn(2, 3), torch.randn(4, 3)]
     host, device = torch.nested.nested_tensor(parts), torch.nested.nested_tensor(parts, device="openreg")
@@ -155,12 +147,6 @@ def test_nested():
         except RuntimeError:
             continue
         assert_close(torch.nested.to_padded_tensor(function(device), 0.0).cpu(), expected)
-
-
-def test_jagged():
-    parts = [torch.randn(2, 3), torch.randn(4, 3)]
-    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged, device="openreg")
-    assert_close((jagged * 2).values().cpu(), torch.cat(parts) * 2)
 
 
 def test_a_layout_without_a_kernel_is_refused_with_the_remedy(coo):

@@ -13,17 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.testing import assert_close
-from workers import Workers, in_mode
+from workers import in_mode
 
 pytestmark = pytest.mark.processes
 
 MODES = pytest.mark.parametrize("mode", ["inline", "async", "sync"])
-
-
-@pytest.fixture(scope="module")
-def group():
-    with Workers(2) as workers:
-        yield workers
 
 
 def new(*shape, value=1.0):
@@ -111,8 +105,8 @@ def check_callbacks():
 
 
 @MODES
-def test_callbacks_make_collectives(group, mode):
-    group.run(check_callbacks, mode)
+def test_callbacks_make_collectives(two, mode):
+    two.run(check_callbacks, mode)
 
 
 def check_callbacks_with_the_sanitizer():
@@ -128,8 +122,8 @@ def check_callbacks_with_the_sanitizer():
         (x + 1).tolist()
 
 
-def test_callbacks_with_the_sanitizer(group):
-    group.run(check_callbacks_with_the_sanitizer)
+def test_callbacks_with_the_sanitizer(two):
+    two.run(check_callbacks_with_the_sanitizer)
 
 
 @in_mode
@@ -192,13 +186,13 @@ def check_failure():
 
 @pytest.mark.parametrize("check", [check_order, check_queries, check_failure], ids=lambda f: f.__name__)
 @MODES
-def test_futures(group, check, mode):
-    group.run(check, mode)
+def test_futures(two, check, mode):
+    two.run(check, mode)
 
 
 @pytest.mark.parametrize("mode", ["inline", "async"])
-def test_then_does_not_wait(group, mode):
-    group.run(check_then_does_not_wait, mode)
+def test_then_does_not_wait(two, mode):
+    two.run(check_then_does_not_wait, mode)
 
 
 def check_interrupt():
@@ -223,8 +217,8 @@ def check_interrupt():
         assert x.tolist() == [2] * 4
 
 
-def test_an_interrupted_receive(group):
-    group.run(check_interrupt)
+def test_an_interrupted_receive(two):
+    two.run(check_interrupt)
 
 
 def check_one_process():
@@ -237,8 +231,8 @@ def check_one_process():
     assert dist.all_reduce(x, group=alone, async_op=True).get_future().then(second).wait().tolist() == [2] * 4
 
 
-def test_a_group_of_one(group):
-    group.run(check_one_process)
+def test_a_group_of_one(two):
+    two.run(check_one_process)
 
 
 # ---- hooks of DistributedDataParallel ----
@@ -312,9 +306,9 @@ def check_hook(name):
 
 
 @pytest.mark.parametrize("name", sorted(HOOKS))
-def test_hooks(group, name):
+def test_hooks(two, name):
     for mode in ("inline", "async"):
-        group.run(check_hook, mode, name)
+        two.run(check_hook, mode, name)
 
 
 # ---- memory that a collective still uses ----
@@ -369,9 +363,9 @@ def check_memory(how):
 
 
 @pytest.mark.parametrize("how", ["resize", "grow", "set", "data"])
-def test_memory_stays_until_the_collective_ends(group, how):
+def test_memory_stays_until_the_collective_ends(two, how):
     for mode in ("inline", "async"):
-        group.run(check_memory, mode, how)
+        two.run(check_memory, mode, how)
 
 
 def check_memory_with_the_sanitizer():
@@ -394,8 +388,8 @@ def check_memory_with_the_sanitizer():
         work.wait()
 
 
-def test_the_sanitizer_reports_lost_memory(group):
-    group.run(check_memory_with_the_sanitizer)
+def test_the_sanitizer_reports_lost_memory(two):
+    two.run(check_memory_with_the_sanitizer)
 
 
 def check_no_memory():
@@ -410,5 +404,5 @@ def check_no_memory():
             call(x)
 
 
-def test_a_tensor_without_memory(group):
-    group.run(check_no_memory)
+def test_a_tensor_without_memory(two):
+    two.run(check_no_memory)

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from kit import in_threads
 from processes import python
 
 DEVICE = "openreg:0"
@@ -115,17 +116,13 @@ def test_two_threads_draw_from_the_lent_generator():
         return torch.rand_like(x)
 
     library.impl("draw", draw, "CPU")
-    x, out = torch.ones(4, device=DEVICE), []
+    x = torch.ones(4, device=DEVICE)
     torch.openreg.manual_seed(5)
     expected = [torch.rand(4, device=DEVICE) for _ in range(2)]
     torch.manual_seed(3)
     torch.openreg.manual_seed(5)
     before = torch.get_rng_state()
-    threads = [threading.Thread(target=lambda: out.append(torch.ops.two_lend.draw(x))) for _ in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    out = in_threads(*[lambda: torch.ops.two_lend.draw(x)] * 2)
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(*out) and all(any(torch.equal(y, e) for e in expected) for y in out)
 
@@ -202,9 +199,7 @@ def test_a_seed_is_set_while_an_operator_draws_in_another(place, seed):
 
     def set_seed(at):
         if at == place:
-            thread = threading.Thread(target=lambda: eval(seed).manual_seed(11))
-            thread.start()
-            thread.join()
+            in_threads(lambda: eval(seed).manual_seed(11))
 
     def inner(y):
         z = torch.rand_like(y)

@@ -2,10 +2,10 @@
 
 import gc
 import pickle
-import threading
 
 import pytest
 import torch
+from kit import in_threads
 from processes import python
 
 DEVICE = "openreg:0"
@@ -116,13 +116,9 @@ def test_two_threads_that_wait_for_memory_share_the_limit():
         except torch.OutOfMemoryError as error:
             outcomes.append(error)
 
-    threads = [threading.Thread(target=allocate) for _ in range(2)]
     try:
         torch.openreg.set_per_process_memory_fraction(limit / torch.openreg.get_device_properties(1).total_memory, 1)
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(allocate, allocate)
     finally:
         torch.openreg.set_per_process_memory_fraction(1.0, 1)
     kinds = sorted(type(each).__name__ for each in outcomes)
