@@ -46,16 +46,16 @@ TESTS = {
     "csrc/ops/": "tests/ops",
     "csrc/runtime/": "tests/runtime",
     "meta/": "tests/ops",
-    "openreg_ops/fallback.py": "tests/aten",
+    "openreg_ops/cuda_operators/": "tests/aten/test_cuda_*.py tests/aten/test_flash_attention.py",
     "openreg_ops/device/": "tests/runtime tests/backend",
     "openreg_ops/distributed/": "tests/backend",
+    "openreg_ops/fallback.py": "tests/aten",
     "openreg_ops/inductor/": "tests/graph",
-    "openreg_ops/sanitizer/": "tests/runtime tests/backend",
-    "openreg_ops/schedules/": "tests/runtime",
-    "openreg_ops/tools/": "tests/tools/test_bench.py tests/tools/test_new_package.py",
-    "openreg_ops/torch_patches/": "tests/backend",
+    "openreg_ops/sanitizer/": "tests/runtime/test_*sanitizer.py tests/backend/test_collectives.py",
+    "openreg_ops/schedules/": "tests/runtime/test_schedule*.py tests/backend/test_schedules_of_ranks.py",
     "openreg_tools/": "tests/tools",
-    "openreg_tools/conformance/": "tests/tools/test_conformance*.py",
+    "openreg_tools/core/": "tests/tools/test_core.py tests/tools/test_child.py tests/tools/test_check*.py tests/tools/test_comp*.py",
+    "openreg_tools/conformance/": "tests/tools/test_conformance*.py tests/tools/test_schemas.py",
 }
 EXCLUDED = re.compile("openreg_ops/(_build.py|meta/|include/|tools/templates/)")  # written by setup.py, or a link
 IGNORED = {"strict", "flush", "help", "metavar", "description"}  # options that change no result
