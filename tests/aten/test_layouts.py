@@ -57,12 +57,6 @@ def test_coo_in_place_and_construction(coo):
     assert_close(dense.cpu(), 1 + coo.to_dense() * 2)
 
 
-def test_coo_values_share_memory(coo):
-    s = coo.to("openreg").coalesce()
-    s.values().fill_(1)
-    assert s.to_dense().sum().item() == 2
-
-
 def test_sparse_gradients_train():
     embedding = torch.nn.Embedding(5, 3, sparse=True).to("openreg")
     before = embedding.weight.detach().cpu()
@@ -174,14 +168,6 @@ def test_sparse_invariants_are_checked():
     values.requires_grad_()
     make(indices, values, (2, 2), check_invariants=True).to_dense().sum().backward()
     assert values.grad.tolist() == [1, 1]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_quantized_tensors_move_between_devices():
-    q = torch.quantize_per_tensor(torch.randn(4), 0.1, 3, torch.qint8)
-    there = q.to("openreg:1")
-    assert there.is_quantized and there.device == torch.device("openreg:1") and there.q_zero_point() == 3
-    assert there.cpu().int_repr().equal(q.int_repr()) and there.to("openreg:0").dequantize().cpu().equal(q.dequantize())
 
 
 @pytest.mark.filterwarnings("ignore")

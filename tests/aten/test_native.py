@@ -115,13 +115,6 @@ def test_a_result_that_is_an_argument_too(lazy):
     assert x.tolist() == [6] * 104 and start.tolist() == [0, 1, 2, 3]
 
 
-def test_a_sparse_result_that_is_an_argument_too():
-    x, y = (torch.eye(3, device="openreg")[rows].to_sparse() for rows in ([0, 1, 2], [2, 1, 0]))
-    expected = x.to_dense() + y.to_dense()
-    torch.add(x, y, out=x)
-    assert x.to_dense().equal(expected)
-
-
 def test_python_attributes_end_with_the_call():
     for _ in range(3):
         assert ops.mark(torch.zeros(2, device="openreg")).tolist() == [1, 1]

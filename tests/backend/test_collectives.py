@@ -130,22 +130,6 @@ def check_batch():
     assert manager.works == []
 
 
-def check_other_calls_coalesced():
-    """The backend collects calls without a coalesced form, but not those before and after."""
-    size = dist.get_world_size()
-    device = torch.device("openreg")
-    x, y = torch.ones(3, device=device), torch.full((2,), 2.0, device=device)
-    lists = [[torch.empty_like(each) for _ in range(size)] for each in (x, y)]
-    with dist._coalescing_manager(device=device, async_ops=True) as manager:
-        dist.all_gather(lists[0], x)
-        work = dist.all_gather(lists[1], y, async_op=True)
-    assert work.wait()
-    manager.wait()
-    assert [each.tolist() for each in lists[0] + lists[1]] == [[1.0] * 3] * size + [[2.0] * 2] * size
-    dist.all_gather(lists[0], x + 1)
-    assert lists[0][-1].tolist() == [2.0] * 3
-
-
 def check_coalesced_directly():
     size, device = dist.get_world_size(), "openreg"
     xs = [torch.ones(2, device=device), torch.ones(3, device=device)]
@@ -178,7 +162,7 @@ def check_capability():
 
 @pytest.mark.parametrize(
     "check",
-    [check_batch, check_other_calls_coalesced, check_coalesced_directly, check_capability],
+    [check_batch, check_coalesced_directly, check_capability],
     ids=lambda f: f.__name__,
 )
 def test_coalescing(four, check):
@@ -188,7 +172,7 @@ def test_coalescing(four, check):
 @pytest.mark.slow
 def test_coalescing_with_details(detail):
     detail.run(check_coalesced, "async", torch.float32)
-    for check in (check_batch, check_other_calls_coalesced, check_coalesced_directly):
+    for check in (check_batch, check_coalesced_directly):
         detail.run(check)
 
 

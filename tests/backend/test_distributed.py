@@ -533,27 +533,6 @@ def check_deferred_init():
     assert numbers_left() == size * room + size * (2 * 6 + 32)
 
 
-def check_random_dropout():
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    size = dist.get_world_size()
-    mesh = mesh_of(size, names=("tensor",))
-    x = torch.ones(4 * size, 16, device="openreg")
-    torch.manual_seed(3)
-    plain = nn.functional.dropout(x, 0.5)
-    left = numbers_left()
-
-    torch.manual_seed(3)
-    replicated = nn.functional.dropout(distribute_tensor(x, mesh, [Replicate()]), 0.5)
-    assert replicated.to_local().equal(plain) and numbers_left() == left
-
-    sharded = nn.functional.dropout(distribute_tensor(x, mesh, [Shard(0)]), 0.5)
-    assert set(sharded.full_tensor().unique().tolist()) == {0, 2}
-    masks = of_each_rank(sharded.to_local())
-    assert not any(masks[i].equal(masks[j]) for i in range(size) for j in range(i))
-    assert numbers_left() > left
-
-
 def check_random_generator():
     """An explicit generator provides all the numbers, and the default one none."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -657,7 +636,7 @@ def check_random_graph():
 @pytest.mark.parametrize(
     "check",
     [
-        check_deferred_init, check_random_dropout, check_random_generator, check_random_shards,
+        check_deferred_init, check_random_generator, check_random_shards,
         check_random_synchronisation, check_random_operator, check_random_graph,
     ],
     ids=lambda f: f.__name__.removeprefix("check_"),

@@ -78,13 +78,6 @@ def test_numpy_is_refused_with_the_remedy(convert):
         convert(torch.ones(3, device="openreg"))
 
 
-def test_numpy_by_force_and_from():
-    assert torch.arange(3.0, device=ONE, requires_grad=True).numpy(force=True).tolist() == [0, 1, 2]
-    x = torch.as_tensor(np.arange(3.0), device=ONE)
-    assert x.device == ONE and x.tolist() == [0, 1, 2]
-    assert torch.tensor(np.float32(2), device=ONE).item() == 2
-
-
 # ---- pinned memory and DataLoader ----
 
 

@@ -176,23 +176,6 @@ def test_pinned_memory_that_a_capture_copied_is_kept_for_its_replays(to):
         assert y.tolist() == list(range(8))
 
 
-def test_pinned_memory_of_two_graphs_of_a_pool():
-    pool, y, addresses = torch.openreg.graph_pool_handle(), torch.zeros(8, device=DEVICE), []
-
-    def body(value):
-        x = torch.full((8,), value).pin_memory()
-        addresses.append(x.data_ptr())
-        y.copy_(x, non_blocking=True)
-        y.add_(1)
-
-    first, _ = captured(lambda: body(3.0), pool=pool, capture_error_mode="thread_local")
-    second, _ = captured(lambda: body(5.0), pool=pool, capture_error_mode="thread_local")
-    assert addresses[0] != addresses[1]
-    for graph, value in ((first, 4.0), (second, 6.0), (first, 4.0)):
-        graph.replay()
-        assert y.tolist() == [value] * 8
-
-
 # ---- pools ----
 
 

@@ -68,15 +68,6 @@ def test_too_little_memory_ends_a_capture_and_nothing_else():
     assert y.tolist() == [2.0] * 3
 
 
-def test_only_a_kept_graph_is_made_executable_by_the_program():
-    x = torch.zeros(20, device=DEVICE)
-    graph, _ = captured(lambda: x.add_(1))
-    with pytest.raises(RuntimeError, match="keep_graph"):
-        graph.instantiate()
-    graph.replay()
-    assert x.unique().tolist() == [1.0]
-
-
 def test_a_kept_graph_is_made_executable_again_and_again():
     graph = torch.openreg.Graph(keep_graph=True)
     for step in (1.0, 2.0):
@@ -169,38 +160,6 @@ def test_one_graph_waits_for_an_event_of_another(nested):
 
 
 # ---- several graphs ----
-
-
-def steps_of(x):
-    """Two chains, of which the second takes the first's result."""
-
-    def first():
-        y = x.clone()
-        for i in range(4):
-            y = y * 1.5 + i
-        return y
-
-    def second(y):
-        z = y.clone()
-        for i in range(4):
-            z = z - i * y
-        return z
-
-    return first, second
-
-
-@pytest.mark.parametrize("pool", ["one each", "of the first", "handle"])
-def test_two_graphs_in_a_row(pool):
-    x = torch.ones(100, device=DEVICE)
-    first, second = steps_of(x)
-    handle = torch.openreg.graph_pool_handle() if pool == "handle" else None
-    one, y = captured(first, pool=handle)
-    two, z = captured(lambda: second(y), pool=one.pool() if pool == "of the first" else handle)
-    for value in (2.0, 3.0):
-        x.fill_(value)
-        one.replay()
-        two.replay()
-        assert torch.equal(z, second(first()))
 
 
 @pytest.mark.parametrize("launch_mode", ["inline", "async"])

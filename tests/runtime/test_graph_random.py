@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.utils.checkpoint
-from graph_kit import DEVICE, settled, warmed_up
+from graph_kit import DEVICE, settled
 from kit import captured, in_threads
 from processes import python
 from torch import nn
@@ -187,23 +187,6 @@ def test_eager_mode_draws_after_a_void_capture():
 # ---- the state at the launch ----
 
 
-def test_two_graphs_that_draw_run_at_once():
-    """The launch of a replay, not its run, decides which numbers it draws."""
-    graphs = [captured(lambda: torch.randn(64, device=DEVICE)) for _ in range(2)]
-    torch.openreg.manual_seed(12)
-    expected = [torch.randn(64, device=DEVICE) for _ in range(2)]
-    torch.openreg.manual_seed(12)
-    streams = [torch.openreg.Stream() for _ in range(2)]
-    with torch.openreg.launch_mode("async"):
-        with streams[0]:
-            torch.openreg._sleep(50_000_000)
-        for (graph, _), stream in zip(graphs, streams, strict=True):
-            with stream:
-                graph.replay()
-        torch.openreg.synchronize()
-    assert all(torch.equal(y, e) for (_, y), e in zip(graphs, expected, strict=True))
-
-
 @pytest.mark.parametrize("launch_mode", ["inline", "async", "sync"])
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_replay_draws_from_the_state_at_its_launch(launch_mode, busy):
@@ -287,33 +270,6 @@ def test_a_capture_rewinds_a_generator():
         assert torch.equal(out[1], out[2]) and not torch.equal(out[0], out[1])
         assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
         assert torch.equal(torch.rand(8, device=DEVICE), after)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_repeat_the_numbers_of_forward(reentrant):
-    x = torch.ones(64, device=DEVICE, requires_grad=True)
-
-    def f(x):
-        return nn.functional.dropout(x, 0.5) * torch.randn(64, device=DEVICE)
-
-    def step():
-        y = torch.utils.checkpoint.checkpoint(f, x, use_reentrant=reentrant, preserve_rng_state=True)
-        if reentrant:
-            x.grad = None
-            y.sum().backward()
-            return y, x.grad
-        return y, *torch.autograd.grad(y.sum(), x)
-
-    warmed_up(step)
-    torch.openreg.manual_seed(42)
-    graph, (y, grad) = captured(step)
-    for seed in (42, 43):
-        torch.openreg.manual_seed(seed)
-        expected = [t.detach().clone() for t in step()]
-        torch.openreg.manual_seed(seed)
-        graph.replay()
-        assert torch.equal(grad, y.detach()), "x is 1, so the gradient is the result"
-        assert torch.equal(y.detach(), expected[0]) and torch.equal(grad, expected[1])
 
 
 def test_a_capture_can_only_set_the_seed_that_is_set():
