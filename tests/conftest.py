@@ -95,6 +95,14 @@ def poisoned():
     _C.set_poison(False)
 
 
+@pytest.fixture(params=["inline", "async"])
+def mode(request):
+    """Launch modes, of which a file or a folder may choose others."""
+    with torch.openreg.launch_mode(request.param):
+        yield request.param
+        torch.openreg.synchronize()
+
+
 @pytest.fixture
 def one_thread():
     """PyTorch computes on one thread."""

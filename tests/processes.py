@@ -1,7 +1,7 @@
 """Runs programs in their own process, to test how they end, or environment variables, which the device reads once.
 
 `python()` starts a program as subprocess.run does, but without the seconds that importing torch takes: each worker of the
-tests keeps one process that has imported torch and no device, and that forks for each program. `Popen` does so for a
+tests keeps processes that have imported torch, or torch and the device, and that fork for each program. `Popen` does so for a
 program that the test talks to.
 """
 
@@ -30,8 +30,9 @@ from typing import Any
 
 # Read by Python, the loader or torch before a program begins: a program for which one differs starts from nothing.
 READ_EARLY = ("COVERAGE", "KMP_", "LD_", "MKL_", "OMP_", "PYTHON", "TORCH_")
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 # Among these, those that the fork obeys.
-OBEYED = {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONWARNINGS", "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+OBEYED = {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONWARNINGS", AUTOLOAD}
 
 
 def python(
@@ -66,7 +67,9 @@ def python(
     ):
         stdin.write(input)
         stdin.seek(0)
-        server = _server(dynamo=dynamo or opinfo, opinfo=opinfo, destructors=destructors)
+        loads = env.get(AUTOLOAD) != "0" and words[:2] != ["-m", "openreg_tools"]
+        device = loads and not any(name.startswith("OPENREG_") for name in env)  # which it reads as it is loaded
+        server = _server(device=device, dynamo=dynamo or opinfo, opinfo=opinfo, destructors=destructors)
         request = {
             "arguments": words,
             "env": env,
@@ -108,7 +111,7 @@ def _early(env: Mapping[str, str]) -> dict[str, str]:
 @functools.cache
 def _server(**imports: bool) -> socket.socket:
     env = {name: value for name, value in os.environ.items() if name not in OBEYED}
-    env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    env[AUTOLOAD] = str(int(imports["device"]))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 19)
     words = [str(theirs.fileno()), *(name for name, wanted in imports.items() if wanted)]
@@ -214,7 +217,7 @@ class Popen(subprocess.Popen):
 
 def forking() -> type[Popen]:
     """A subprocess.Popen for a test whose programs read PyTorch's test database."""
-    return type("Popen", (Popen,), {"server": _server(dynamo=True, opinfo=True, destructors=False)})
+    return type("Popen", (Popen,), {"server": _server(device=False, dynamo=True, opinfo=True, destructors=False)})
 
 
 # ---- the side that forks ----
@@ -323,8 +326,9 @@ def _become(request: dict) -> None:
     sys.path[:0] = first + [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     import torch
 
-    if torch._is_device_backend_autoload_enabled() and request["arguments"][:2] != ["-m", "openreg_tools"]:
-        torch._import_device_backends()  # unless the program imports torch without them
+    of_tools = request["arguments"][:2] == ["-m", "openreg_tools"]  # which import torch without backends
+    if torch._is_device_backend_autoload_enabled() and not of_tools and "openreg_ops" not in sys.modules:
+        torch._import_device_backends()
     match request["arguments"]:
         case ["-c", code, *rest]:
             sys.argv = ["-c", *rest]

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import captured
 
 from openreg_ops.meta.op import SAMPLES
-from openreg_tools.conformance import graphs, opinfo, sweep, training
+from openreg_tools.conformance import graphs, opinfo, training
 from openreg_tools.samples import sample_of
 
 DEVICE = "openreg:0"
@@ -100,19 +101,6 @@ def test_optimizers(name):
     assert not report.notes
 
 
-def test_a_replay_that_differs_is_seen():
-    """A replay uses the value that a host variable had at the capture, even if it changes between calls."""
-    calls = []
-
-    def count(x):
-        calls.append(x)
-        return x + len(calls)
-
-    report = opinfo.Report()
-    graphs.compare(report, 0, "counts", count, ((torch.ones(3),), {}), DEVICE)
-    assert [f.kind for f in report.failures] == ["value"]
-
-
 def not_captured():
     """The rows of the table of operators in docs/graphs.md, by operator."""
     text = (
@@ -144,13 +132,6 @@ def test_shapes_that_depend_on_values_are_refused(name):
     op, report = opinfo.database()[name], opinfo.Report()
     graphs.check(op, getattr(torch, opinfo.dtypes_of(op)[0]), DEVICE, 3, report)
     assert report.notes and not report.failures
-
-
-def captured(function):
-    graph = torch.openreg.Graph()
-    with torch.openreg.graph(graph):
-        result = function()
-    return graph, result
 
 
 MATRIX = torch.eye(3).to(DEVICE)
@@ -191,13 +172,6 @@ def test_repeats_whose_sum_is_given_are_captured(size, dtype):
         graph.replay()
 
 
-@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8], ids=str)
-def test_an_index_that_is_a_mask_is_refused(dtype):
-    with pytest.raises(torch.AcceleratorError, match="aten::index"):
-        captured(lambda: MATRIX[MATRIX[0].to(dtype)])
-
-
 def test_a_node_says_what_it_reads_and_writes():
     x = torch.ones(4, 8, device=DEVICE)
     columns = x[:, 2:6]
@@ -217,12 +191,6 @@ def test_pinned_memory_is_read_at_each_replay():
         pinned.fill_(value)
         graph.replay()
         assert y.item() == value
-
-
-def test_a_device_without_graphs_is_not_checked():
-    assert graphs.supported(DEVICE) and not graphs.supported("cpu") and not graphs.supported("meta")
-    report = sweep.check(opinfo.database()["add"], torch.float32, "cpu", 2, checks=("graph",))
-    assert report.ran["graph"] == 0 and report.passed
 
 
 # Results whose shape depends on values.
@@ -327,35 +295,6 @@ def test_a_training_step(optimizer, autocast):
         assert loss.item() == e
     for a, b in zip(model.parameters(), eager_model.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_make_graphed_callables():
-    model, batches = model_and_data()
-    model[3] = torch.nn.Identity()
-    eager_model = copy.deepcopy(model)
-    sample = torch.zeros(6, 8, device=DEVICE)
-    graphed = torch.openreg.make_graphed_callables(model, (sample,))
-    for each in (graphed, eager_model):
-        opt = torch.optim.SGD(each.parameters(), lr=0.1)
-        for a, b in batches:
-            opt.zero_grad(set_to_none=True)
-            torch.nn.functional.cross_entropy(each(a.to(DEVICE)), b.to(DEVICE)).backward()
-            opt.step()
-    for a, b in zip(graphed.parameters(), eager_model.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_functorch_and_inference_mode():
-    x = torch.zeros(3, 4, device=DEVICE)
-    graph = torch.openreg.Graph()
-    with torch.openreg.graph(graph):
-        y = torch.vmap(torch.func.grad(lambda v: (v * v).sum()))(x)
-        with torch.inference_mode():
-            z = x.exp() + 1
-    x.copy_(torch.arange(12.0).view(3, 4))
-    graph.replay()
-    assert torch.equal(y, 2 * x)
-    assert torch.equal(z, x.exp() + 1)
 
 
 def cubed(x):

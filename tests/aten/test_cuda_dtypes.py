@@ -82,20 +82,6 @@ def test_histc_by_hand():
     assert torch.histc(edges, bins=2).tolist() == [1, 2]
 
 
-def test_histc_counts_experts():
-    """What the mixture-of-experts path of transformers calls."""
-    experts = torch.randint(0, 8, (100,), device=DEVICE)
-    counts = torch.histc(experts.int(), bins=8, min=0, max=7)
-    assert counts.cpu().tolist() == torch.bincount(experts.cpu(), minlength=8).tolist()
-
-
-def test_bool_and_large_sums():
-    eye = torch.eye(300, dtype=torch.bool, device=DEVICE)
-    assert torch.trace(eye).item() == 300 and torch.trace(eye).dtype == torch.int64
-    assert torch.equal(eye.abs(), eye) and eye.abs().data_ptr() != eye.data_ptr()
-    assert torch.nn.functional.softsign(eye).sum().item() == 150
-
-
 def test_complex_sums_without_nan():
     nan = float("nan")
     x = torch.tensor([1 + 2j, complex(nan, 1), complex(3, nan), 4 - 1j], device=DEVICE, requires_grad=True)
@@ -230,13 +216,6 @@ def test_refusals():
 # ---- softmax of float16 to float32 ----
 
 
-@pytest.fixture(params=["inline", "async"])
-def mode(request):
-    with torch.openreg.launch_mode(request.param):
-        yield
-        torch.openreg.synchronize()
-
-
 @pytest.mark.parametrize("name", ["_softmax", "_log_softmax"])
 def test_softmax_of_half_to_float(name, mode):
     op, backward = getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_backward_data")
@@ -260,26 +239,6 @@ def test_softmax_of_half_to_float(name, mode):
             backward.out(dy.to(DEVICE), y, -1, torch.float16, **{key: torch.empty(0, device=DEVICE)})
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_per_sample_gradients_of_a_transformer_under_autocast(dtype):
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).to(DEVICE)
-    parameters = {name: p.detach() for name, p in layer.named_parameters()}
-    x = torch.randn(3, 5, 8).to(DEVICE)
-
-    def loss(parameters, x):
-        return torch.func.functional_call(layer, parameters, (x[None],)).float().square().sum()
-
-    per_sample = torch.vmap(torch.func.grad(loss), (None, 0))
-    expected = per_sample(parameters, x)
-    with torch.autocast("openreg", dtype=dtype):
-        actual = per_sample(parameters, x)
-    for name, e in expected.items():
-        assert actual[name].dtype == torch.float32
-        assert (actual[name] - e).abs().max() <= (0.02 if dtype == torch.float16 else 0.15) * (e.abs().max() + 0.1), (
-            name
-        )
-
-
 # ---- transforms ----
 
 
@@ -296,17 +255,6 @@ def test_under_transforms():
     assert_close(per_sample, gradient)
     _, tangent = torch.func.jvp(torch.fft.rfft, (x,), (x,))
     assert_close(tangent, torch.fft.rfft(x))
-
-
-@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_compiled(context):
-    def f(x, c):
-        return torch.fft.rfft(x), torch.exp(c) / c, torch.histc(torch.arange(4, device=x.device), 2)
-
-    with context():
-        x, c = torch.randn(8, dtype=torch.float16).to(DEVICE), complex32(3)
-        for e, a in zip(f(x, c), torch.compile(f, backend="aot_eager")(x, c), strict=True):
-            assert e.dtype == a.dtype and torch.equal(e, a)
 
 
 @pytest.mark.parametrize("name", ["fft", "ifft2", "irfft2", "rfftn", "hfft"])

@@ -23,13 +23,6 @@ HALVES = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
 
 
-@pytest.fixture(params=["inline", "async"])
-def mode(request):
-    with torch.openreg.launch_mode(request.param):
-        yield
-        torch.openreg.synchronize()
-
-
 # ---- which operators ----
 
 
@@ -545,22 +538,6 @@ def test_only_memory_efficient_attention(mode, dtype, causal):
         assert_close(found.detach().cpu().float(), right.detach(), **tolerance)
     if bias is not None:
         assert_close(bias.grad.cpu().float(), on_host.grad, **tolerance)
-
-
-def attend(q, k, v):
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        return F.scaled_dot_product_attention(q, k, v)
-
-
-@pytest.mark.slow
-@pytest.mark.compiles
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_memory_efficient_attention_compiled(backend):
-    torch._dynamo.reset()
-    leaves = [torch.randn(2, 4, 16, 8, device=D, requires_grad=True) for _ in range(3)]
-    y, expected = torch.compile(attend, backend=backend)(*leaves), attend(*leaves)
-    assert_close(y, expected)
-    assert_close(torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(expected.sum(), leaves))
 
 
 def test_the_choice_of_memory_efficient_attention():

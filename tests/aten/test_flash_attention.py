@@ -61,15 +61,6 @@ def test_matches_the_formula(name, dtype):
     assert not report.failures, "\n".join(f"{f.sample} [{f.kind}]: {f.message}" for f in report.failures)
 
 
-def test_the_check_sees(monkeypatch):
-    arguments = attention.bound(attention.FLASH, (), next(attention.packed_cases(attention.FLASH, torch.half)))
-    assert not attention.check_case(attention.FLASH, arguments, DEVICE)
-    original = attention.reference
-    monkeypatch.setattr(attention, "reference", lambda *a: [1.1 * x for x in original(*a)])
-    assert {kind for kind, _ in attention.check_case(attention.FLASH, arguments, DEVICE)} == {"value", "gradient"}
-    assert [kind for kind, _ in attention.check_case(attention.FLASH, arguments | {"scale": "no"}, DEVICE)] == ["error"]
-
-
 @pytest.mark.parametrize("each", [False, True], ids=["slopes of heads", "slopes of sequences"])
 def test_alibi_slopes(each):
     q, k, v = packed(dtype=torch.half)
@@ -107,14 +98,6 @@ def test_used_keys_and_pages():
     table[1, 0] = 12
     with pytest.raises(RuntimeError, match="expected pages from 0 to 11 in block_table, but sequence 1 has 12"):
         flash(q, *pool, *arguments, seqused_k=used, block_table=table.to(DEVICE))
-
-
-@pytest.mark.parametrize("mask", [1, 2])
-def test_efficient_window(mask):
-    q, k, v = (torch.randn(2, n, 2, 8, device=DEVICE) for n in (5, 9, 9))
-    out, *_ = efficient(q, k, v, None, None, None, None, None, 0.0, mask, window_size=3)
-    expected = [attend(*(x[b].cpu().double() for x in (q, k, v)), left=2, right=0, from_end=mask == 2) for b in (0, 1)]
-    close(out, torch.stack([out for out, _ in expected]), torch.float32)
 
 
 # The second has blocks of which the window leaves an odd number of rows.
@@ -236,16 +219,6 @@ def test_varlen_attn(dtype, window):
             close(g[begin:end], e, dtype, 4)
 
 
-def test_varlen_attn_is_dense_attention_of_each_sequence():
-    """The CPU's scaled_dot_product_attention, sequence by sequence."""
-    q, k, v = packed(dtype=torch.half)
-    out = varlen_attn(q, k, v, offsets(), offsets(), 12, 12, window_size=(-1, 0))
-    for begin, end in zip([0, 3, 8], [3, 8, 20], strict=True):
-        rows = [x[begin:end].cpu().transpose(0, 1) for x in (q, k, v)]
-        expected = F.scaled_dot_product_attention(*rows, is_causal=True).transpose(0, 1)
-        close(out[begin:end], expected.double(), torch.half)
-
-
 def test_varlen_attn_out():
     q, k, v = packed()
     out = torch.empty(20, 8, 2, dtype=q.dtype, device=DEVICE).transpose(1, 2)
@@ -350,13 +323,6 @@ def test_jagged_refuses_what_cuda_refuses(caplog):
     assert "On openreg it takes query of 4 dimensions and of torch.float16, torch.bfloat16, and no mask" in caplog.text
 
 
-def test_jagged_elsewhere_is_as_it_was():
-    x = jagged(dtype=torch.float32, device="cpu", requires_grad=False).transpose(1, 2)
-    assert not torch.nested._internal.sdpa.can_use_flash_attention(
-        torch.backends.cuda.SDPAParams(x, x, x, None, 0.0, True, False)
-    )
-
-
 # ---- torch.compile, fake tensors, transforms, streams ----
 
 
@@ -384,20 +350,6 @@ def test_compiled(name, backend):
     assert len(results[0]) == (2 if name == "efficient" else 4)
     for a, b in zip(*results, strict=True):
         close(a, b.cpu().double(), torch.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_jagged_compiled(dtype):
-    def call(x):
-        x = x.transpose(1, 2)
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2)
-
-    x = jagged(dtype=dtype)
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    a, b = call(x).values(), compiled(x).values()
-    assert_close(a, b)
-    a, b = (torch.autograd.grad(y.square().sum(), x)[0].values() for y in (a, b))
-    close(a, b.cpu().double(), dtype)
 
 
 def same_geometry(real, fake):
@@ -691,15 +643,3 @@ def test_overrideable_backward_refuses():
     ]:
         with pytest.raises(RuntimeError, match=message):
             backward(**arguments)
-
-
-def test_overrideable_without_heads():  # by whose number the CPU's kernel divides
-    q = torch.empty(2, 0, 4, 8, device="openreg")
-    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, q, q, None)
-    assert out.shape == (2, 0, 4, 8) and logsumexp.shape == (2, 0, 4)
-    bias = torch.ones(4, 4, device="openreg")
-    none = torch.empty(0, dtype=torch.int64, device="openreg")
-    *grads, grad_bias = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward(
-        out, q, q, q, bias, [True] * 4, out, logsumexp, none, none, 4, 4, 0.0, False, none, none
-    )
-    assert [each.shape for each in grads] == [q.shape] * 3 and grad_bias.cpu().equal(torch.zeros(4, 4))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
-from torch.utils.checkpoint import checkpoint
 
 DEVICE, ONE = "openreg", "openreg:1"
 
@@ -73,22 +72,6 @@ def test_functional_call_and_stacked_modules():
     torch.testing.assert_close(got.cpu(), expected)
 
 
-def test_hooks():
-    x = torch.ones(3, device=DEVICE, requires_grad=True)
-    seen = []
-    y = x * 2
-    y.register_hook(lambda g: seen.append(("tensor", g.device)) or g * 10)
-    x.register_post_accumulate_grad_hook(lambda p: seen.append(("accumulated", p.grad.device)))
-    y.grad_fn.register_prehook(lambda gs: seen.append(("node", gs[0].device)))
-    module = nn.Linear(3, 1).to(DEVICE)
-    module.register_full_backward_hook(lambda m, gi, go: seen.append(("module", go[0].device)))
-    module(y).sum().backward()
-    device = torch.device("openreg:0")
-    assert [where for _, where in seen] == [device] * 4
-    assert sorted(what for what, _ in seen) == ["accumulated", "module", "node", "tensor"]
-    torch.testing.assert_close(x.grad, 20 * module.weight[0].detach())
-
-
 def test_threads_accumulate_into_one_leaf():
     x = torch.ones(64, device=DEVICE, requires_grad=True)
     errors = []
@@ -129,86 +112,6 @@ def test_one_graph_over_three_devices():
     expected = run("cpu", "cpu", "cpu")
     for devices in (("openreg:0", "openreg:1", "cpu"), ("cpu", "openreg:1", "openreg:0")):
         torch.testing.assert_close(run(*devices), expected)
-
-
-def test_gradcheck_over_two_devices():
-    x = torch.randn(3, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: (x.to(ONE).sin() * 2).to(DEVICE), (x,))
-    assert torch.autograd.gradgradcheck(lambda x: (x.to(ONE).sin() * 2).to(DEVICE), (x,))
-
-
-def test_anomaly_mode_names_the_forward():
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * float("nan")
-
-    x = torch.ones(2, device=DEVICE, requires_grad=True)
-    with torch.autograd.detect_anomaly(check_nan=True):
-        with pytest.warns(UserWarning, match="test_anomaly_mode_names_the_forward"):
-            with pytest.raises(RuntimeError, match="'BrokenBackward' returned nan values"):
-                Broken.apply(x).sum().backward()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_saves_memory_and_no_gradient(use_reentrant):
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.GELU()) for _ in range(6))).to(DEVICE)
-    x = torch.randn(256, 64, device=DEVICE, requires_grad=True)
-
-    def run(run_layer):
-        torch.manual_seed(1)
-        layers.zero_grad()
-        x.grad = None
-        before = torch.openreg.memory_allocated()
-        h = x
-        for layer in layers:
-            h = run_layer(layer, h)
-        held = torch.openreg.memory_allocated() - before
-        h.square().sum().backward()
-        return held, [x.grad.clone(), *(p.grad.clone() for p in layers.parameters())]
-
-    held, expected = run(lambda layer, h: layer(h))
-    held_less, got = run(lambda layer, h: checkpoint(layer, h, use_reentrant=use_reentrant))
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    assert held_less < held / 2
-
-
-def test_saved_tensors_go_to_the_host_and_come_back():
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).to(DEVICE)
-    x = torch.randn(16, 32, device=DEVICE)
-    layers(x).sum().backward()
-    expected = [p.grad.clone() for p in layers.parameters()]
-    layers.zero_grad()
-    with torch.autograd.graph.save_on_cpu(pin_memory=True, device_type=DEVICE):
-        y = layers(x).sum()
-    saved = y.grad_fn.next_functions[0][0]._saved_mat1  # of the second layer's addmm
-    assert saved.device.type == "openreg"  # unpacked on access
-    y.backward()
-    torch.testing.assert_close([p.grad for p in layers.parameters()], expected, rtol=0, atol=0)
-
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.append(t.device.type) or t.cpu(), lambda t: t.to(DEVICE)
-    ):
-        y = layers(x).sum()
-    layers.zero_grad()
-    y.backward()
-    assert kept and set(kept) == {"openreg"}
-    torch.testing.assert_close([p.grad for p in layers.parameters()], expected, rtol=0, atol=0)
-
-
-def test_in_place_on_a_saved_tensor_is_refused():
-    x = torch.ones(3, device=DEVICE, requires_grad=True)
-    y = x.exp()
-    y.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
 
 
 def test_backward_runs_on_the_forwards_stream():

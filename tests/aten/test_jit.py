@@ -66,27 +66,6 @@ def test_saved_and_loaded(how, to):
     torch.testing.assert_close(loaded(x.to(device)).cpu(), model(x).cpu())
 
 
-def test_scripts_move_loaded_or_not():
-    scripted, x = torch.jit.script(Block().openreg()), torch.randn(3, 4)
-    expected = scripted(x.openreg()).cpu()
-    assert scripted.to("cpu").weight.device.type == "cpu"
-    loaded = again(scripted).to(ONE)
-    assert loaded.weight.device == torch.device(ONE)
-    torch.testing.assert_close(loaded(x.to(ONE)).cpu(), expected)
-
-
-@pytest.mark.parametrize("how", ["trace", "script"])
-def test_gradients(how):
-    model, x = Block().openreg(), torch.randn(3, 4, device="openreg")
-    compiled = again(COMPILE[how](model, x))
-    model(x).square().sum().backward()
-    for _ in range(4):
-        compiled.zero_grad()
-        compiled(x).square().sum().backward()
-        for (name, p), q in zip(model.named_parameters(), compiled.parameters(), strict=True):
-            torch.testing.assert_close(q.grad, p.grad, msg=name)
-
-
 def test_devices_generators_and_autocast_in_scripts():
     @torch.jit.script
     def on_its_device(x: torch.Tensor):
@@ -102,31 +81,6 @@ def test_devices_generators_and_autocast_in_scripts():
     with torch.autocast("openreg", dtype=torch.bfloat16):
         assert torch.mm(x, x.t()).dtype == torch.bfloat16
     assert model(x).dtype == torch.float32
-
-
-def test_a_fused_chain():
-    @torch.jit.script
-    def chain(x, y):
-        return (x * y + x).tanh().relu()
-
-    x, y = torch.randn(2, 64, device="openreg").unbind()
-    for _ in range(5):
-        torch.testing.assert_close(chain(x, y), (x * y + x).tanh().relu())
-
-
-def test_tags_and_storages_in_saved_modules():
-    class Holder(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("table", torch.arange(3.0, device=ONE))
-
-        def forward(self):
-            return self.table
-
-    holder = Holder()
-    openreg_ops.set_tag(holder.table, "a table")
-    loaded = again(torch.jit.script(holder))
-    assert loaded.table.device == ONE and openreg_ops.get_tag(loaded.table) == "a table"
 
 
 # ---- boxed calls: arguments in a list, as TorchScript and the dispatcher's fallbacks pass them ----

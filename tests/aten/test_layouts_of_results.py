@@ -188,38 +188,6 @@ def test_a_sample_of_the_sweep_in_async_mode():
             assert report.ran["layouts"] and not report.failures, (name, report.failures[:3])
 
 
-# ---- the check sees ----
-
-
-def find(device_side):
-    """What the check says of an operator whose out= form does `device_side` on the device."""
-    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
-
-    def call(x, *, out=None):
-        if out is None:
-            return x + 1
-        return device_side(x, out) if x.device.type == D else torch.add(x, 1, out=out)
-
-    def samples(op, device, dtype, requires_grad, **_):
-        yield SampleInput(torch.arange(12.0, dtype=dtype, device=device).reshape(2, 2, 3))
-
-    op = OpInfo("wrong", op=call, dtypes=(torch.float32,), sample_inputs_func=samples, supports_out=True)
-    return {failure.kind for failure in sweep.check(op, torch.float32, D, checks=("layouts",)).failures}
-
-
-def test_the_check_sees():
-    assert not find(lambda x, out: torch.add(x, 1, out=out))
-
-    def as_if_contiguous(x, out):
-        flat = out.as_strided((out.numel(),), (1,), out.storage_offset())
-        torch.add(x.flatten(), 1, out=flat)
-        return out
-
-    assert find(as_if_contiguous) >= {"value", "guard"}
-    assert find(lambda x, out: out.set_((x + 1).expand_as(out))) == {"layout", "no error"}
-    assert find(lambda x, out: out.copy_(x + 1) if out.is_contiguous() else 1 / 0) == {"error", "error type"}
-
-
 # ---- inputs that the CPU's kernels read as if they were contiguous ----
 
 ops = torch.ops.aten
@@ -416,12 +384,6 @@ def test_a_transposed_convolution_writes_in_the_memory_format_of_out(last, mode)
     torch.ops.aten.slow_conv_transpose2d.out(x, w, [3, 3], None, [1, 1], [0, 0], [0, 0], [1, 1], out=out)
     torch.testing.assert_close(out.cpu(), expected)
     assert out.is_contiguous(memory_format=formats["out"])
-
-
-def test_fft_fftfreq_into_a_slice():
-    out = torch.zeros(8, device=D)
-    torch.fft.fftfreq(4, out=out[::2])
-    assert out.tolist() == [0, 0, 0.25, 0, -0.5, 0, -0.25, 0]
 
 
 SOLVERS = {

@@ -15,20 +15,6 @@ def test_optimizer(name):
     assert report.ran["step"]
 
 
-def test_the_checker_sees():
-    class Wrong(torch.optim.SGD):
-        def step(self, closure=None):
-            super().step(closure)
-            for p in self.param_groups[0]["params"]:
-                if p.is_openreg:
-                    p.data.mul_(1.01)
-
-    info = training.optimizers()["optim.SGD"]
-    wrong = type("Info", (), {**vars(info), "optim_cls": Wrong})
-    report = training.check_optimizer(wrong, torch.float32, "openreg")
-    assert {failure.kind for failure in report.failures} == {"value"}
-
-
 def test_the_default_is_the_fast_one():
     from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 

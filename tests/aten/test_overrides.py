@@ -29,16 +29,6 @@ def same_with_gradients(function, *inputs, rtol=1e-4, atol=1e-5):
 # ---- attention ----
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention(dtype, causal):
-    q, k, v = (torch.randn(2, 3, 9, 8, dtype=dtype) for _ in range(3))
-    loose = 1e-2 if dtype.itemsize == 2 else 1e-5
-    same_with_gradients(
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), q, k, v, rtol=loose, atol=loose
-    )
-
-
 @pytest.mark.parametrize("mask", ["bool", "float", "learned"])
 def test_attention_masks(mask):
     q, k, v = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 8)
@@ -50,21 +40,6 @@ def test_attention_masks(mask):
         same_with_gradients(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, m.to(q.device)), q, k, v)
 
 
-def test_attention_grouped_heads_and_scale():
-    q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
-    same_with_gradients(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.3), q, k, v)
-
-
-def test_attention_dropout():
-    q = torch.randn(2, 3, 50, 8, device="openreg")
-    host = torch.get_rng_state()
-    torch.openreg.manual_seed(1)
-    first = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-    torch.openreg.manual_seed(1)
-    assert F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).equal(first)
-    assert not first.allclose(F.scaled_dot_product_attention(q, q, q)) and torch.get_rng_state().equal(host)
-
-
 def test_attention_chooses_the_cpus_flash_kernel():
     q = torch.randn(1, 2, 4, 8)
     assert (
@@ -72,27 +47,6 @@ def test_attention_chooses_the_cpus_flash_kernel():
         == torch._fused_sdp_choice(q, q, q)
         != 0
     )
-
-
-def test_overrideable_attention():
-    q = torch.randn(1, 2, 4, 8, device="openreg", requires_grad=True)
-    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, q, q)
-    assert_close(out, F.scaled_dot_product_attention(q, q, q))
-    (grad,) = torch.autograd.grad(out.sum(), q)
-    assert_close(grad, torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)[0])
-    with pytest.raises(RuntimeError, match="has no dropout, but got dropout_p=0.5"):
-        torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, q, q, dropout_p=0.5)
-
-
-def test_multi_head_attention_module():
-    module = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    on_device = copy.deepcopy(module).to("openreg")
-    x = torch.randn(2, 5, 8)
-    for mode in (True, False):
-        module.train(mode), on_device.train(mode)
-        assert_close(on_device(x.to("openreg")).cpu(), module(x), rtol=1e-4, atol=1e-5)
-    with torch.no_grad():
-        assert_close(on_device(x.to("openreg")).cpu(), module(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -117,34 +71,6 @@ def test_attention_is_traced(dynamic):
 
 
 # ---- convolution ----
-
-CONVOLUTIONS = {
-    "1d": (torch.nn.Conv1d(4, 6, 3), (2, 4, 9)),
-    "2d": (torch.nn.Conv2d(4, 6, 3, stride=2, padding=1), (2, 4, 8, 9)),
-    "3d": (torch.nn.Conv3d(2, 4, 2), (2, 2, 4, 5, 5)),
-    "depthwise": (torch.nn.Conv2d(4, 4, 3, groups=4, padding="same"), (2, 4, 8, 8)),
-    "grouped no bias": (torch.nn.Conv2d(4, 6, 3, groups=2, bias=False), (2, 4, 8, 8)),
-    "dilated": (torch.nn.Conv2d(4, 6, 3, dilation=2), (2, 4, 8, 8)),
-    "transposed": (torch.nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (2, 4, 5, 5)),
-    "transposed grouped": (torch.nn.ConvTranspose2d(4, 6, 3, groups=2), (2, 4, 5, 5)),
-    "empty batch": (torch.nn.Conv2d(4, 6, 3), (0, 4, 8, 8)),
-    "unbatched": (torch.nn.Conv2d(4, 6, 3), (4, 8, 8)),
-}
-
-
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_convolution(name, dtype):
-    module, shape = CONVOLUTIONS[name]
-    module = copy.deepcopy(module).to(dtype)
-    x = torch.randn(shape, dtype=dtype)
-    loose = 5e-2 if dtype == torch.bfloat16 else 1e-4
-    names = [n for n, _ in module.named_parameters()]
-
-    def run(x, *parameters):
-        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), x)
-
-    same_with_gradients(run, x, *module.parameters(), rtol=loose, atol=loose)
 
 
 def test_convolution_keeps_channels_last():
@@ -172,21 +98,6 @@ RECURRENT = {
     "gru no bias": lambda: torch.nn.GRU(5, 7, bias=False),
     "rnn": lambda: torch.nn.RNN(5, 7, nonlinearity="relu"),
 }
-
-
-@pytest.mark.parametrize("name", [name for name in RECURRENT if "dropout" not in name])
-@pytest.mark.parametrize("packed", [False, True])
-def test_recurrent(name, packed):
-    module = RECURRENT[name]()
-    names = [n for n, _ in module.named_parameters()]
-
-    def run(x, *parameters):
-        x = torch.nn.utils.rnn.pack_padded_sequence(x, [4, 2, 1]) if packed else x
-        out, hidden = torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x,))
-        out = out.data if packed else out
-        return torch.cat([out.flatten(), *(h.flatten() for h in (hidden if isinstance(hidden, tuple) else [hidden]))])
-
-    same_with_gradients(run, torch.randn(4, 3, 5), *(p.detach() for p in module.parameters()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
@@ -332,24 +243,6 @@ def test_selu_overrides_autograd():
         assert_close(F.selu(x).cpu(), F.selu(x.cpu()))
 
 
-POOLS = [
-    dict(kernel_size=2),
-    dict(kernel_size=3, stride=2, padding=1),
-    dict(kernel_size=(2, 3), dilation=2),
-    dict(kernel_size=3, stride=2, ceil_mode=True),
-]
-
-
-@pytest.mark.parametrize("options", POOLS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
-@pytest.mark.parametrize("shape", [(2, 3, 9, 10), (3, 9, 10)], ids=str)
-def test_max_pool2d_overrides_a_composite(options, dtype, shape):
-    x = (torch.randn(shape) * 10).to(dtype)
-    x[..., 0, 0] = float("nan") if dtype.is_floating_point else -(2**31)
-    got = F.max_pool2d(x.to("openreg"), **options)
-    assert_close(got.cpu(), F.max_pool2d(x, **options), equal_nan=True, rtol=0, atol=0)
-
-
 def test_max_pool2d_gradient_and_layouts():
     x = torch.randn(2, 3, 8, 8)
     same_with_gradients(lambda x: F.max_pool2d(x, 2), x)
@@ -414,16 +307,6 @@ def test_abs_refuses_an_out_of_another_dtype_as_the_cpu_does():
     for device in ("cpu", "openreg"):
         with pytest.raises(RuntimeError, match="Found dtype Double but expected Long"):
             torch.abs(torch.tensor([-1], device=device), out=torch.empty(1, dtype=torch.float64, device=device))
-
-
-def test_functional_transforms_of_selu():
-    x = torch.randn(4)
-    f = lambda t: F.selu(t).sum()  # noqa: E731
-    assert_close(torch.func.grad(f)(x.to("openreg")).cpu(), torch.func.grad(f)(x))
-    assert_close(torch.func.hessian(f)(x.to("openreg")).cpu(), torch.func.hessian(f)(x))
-    tangent = torch.func.jvp(F.selu, (x.to("openreg"),), (torch.ones(4, device="openreg"),))[1]
-    assert_close(tangent.cpu(), torch.func.jvp(F.selu, (x,), (torch.ones(4),))[1])
-    assert_close(torch.vmap(F.selu)(x.view(2, 2).to("openreg")).cpu(), F.selu(x.view(2, 2)))
 
 
 # ---- dropout ----

@@ -33,18 +33,6 @@ def test_empty(size, dtype, index):
     assert made.device == torch.device("openreg", index)
 
 
-@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last])
-def test_empty_memory_format(fmt):
-    same_geometry(
-        torch.empty(2, 3, 4, 5, memory_format=fmt, device="openreg"), torch.empty(2, 3, 4, 5, memory_format=fmt)
-    )
-
-
-def test_empty_uses_the_current_device():
-    with torch.openreg.device(1):
-        assert torch.empty(1, device="openreg").device.index == 1
-
-
 def test_empty_refuses_what_it_cannot_make():
     with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
         torch.empty(2, device="openreg", pin_memory=True)
@@ -132,11 +120,6 @@ def test_local_scalar_dense_reads_every_dtype(dtype):
     assert torch.tensor(2, dtype=dtype).to("openreg").item() == 2
 
 
-def test_item_refuses_more_than_one_element():
-    with pytest.raises(RuntimeError, match="Tensor with 2 elements cannot be converted to Scalar"):
-        torch.zeros(2, device="openreg").item()
-
-
 def test_set_source_tensor():
     target, source = torch.empty(0, device="openreg"), torch.arange(6.0, device="openreg").view(2, 3)[:, 1:]
     target.set_(source)
@@ -199,18 +182,6 @@ def test_set_is_the_cpus(start, dtype):
     assert any(error and error[1] for _, _, error, _, _ in cpu) == (start != (0,))
     assert any(nbytes > 32 for *_, nbytes, _ in cpu)
     assert device == cpu
-
-
-def test_set_nothing():
-    assert torch.zeros(3, device="openreg").set_().shape == (0,)
-
-
-def test_fallback_is_registered():
-    """An operator of another library with a CPU kernel only."""
-    library = torch.library.Library("test_required", "DEF")
-    library.define("twice(Tensor x) -> Tensor")
-    library.impl("twice", lambda x: x * 2, "CPU")
-    assert torch.ops.test_required.twice(torch.ones(2, device="openreg:1")).device.index == 1
 
 
 def test_out_that_grows_while_an_input_shares_its_storage():

@@ -12,7 +12,7 @@ from torch.func import functional_call, functionalize, grad, hessian, jacrev, jv
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.testing._internal.opinfo.core import SampleInput
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -53,43 +53,6 @@ def test_operators_agree_with_the_cpu(name):
     assert not report.failures, "\n".join(
         f"{f.check}, sample {f.sample} [{f.kind}]: {f.message}" for f in report.failures
     )
-
-
-def meets(kind):
-    """An operator that is wrong only on the device, and only for one kind of wrapper."""
-    looks = {
-        "vmap": torch._C._functorch.is_batchedtensor,
-        "grad": torch._C._functorch.is_gradtrackingtensor,
-        "jvp": lambda x: torch._C._functorch.is_gradtrackingtensor(x) and torch.autograd.forward_ad._current_level >= 0,
-        "jacrev": torch._C._functorch.is_gradtrackingtensor,
-        "vmap_grad": lambda x: (
-            torch._C._functorch.is_gradtrackingtensor(x)
-            and torch._C._functorch.is_batchedtensor(torch._C._functorch.get_unwrapped(x))
-        ),
-    }
-
-    def function(x):
-        return x * 3 if x.device.type == DEVICE and looks[kind](x) else x * 2
-
-    def samples(op, device, dtype, requires_grad, **_):
-        yield SampleInput(torch.ones(3, dtype=dtype, device=device, requires_grad=requires_grad))
-
-    return OpInfo("wrong", op=function, dtypes=(torch.float32,), sample_inputs_func=samples, supports_out=False)
-
-
-@pytest.mark.parametrize("check", transforms.CHECKS)
-def test_each_check_sees_what_goes_wrong_under_its_transform(check):
-    assert sweep.check(meets(check), torch.float32, DEVICE, checks=(check,)).failures
-    assert not sweep.check(meets(check), torch.float32, DEVICE, checks=("forward", "backward")).failures
-
-
-def test_each_tensor_is_batched_alone_and_together():
-    tensors = [torch.ones(2), torch.ones(()), torch.ones(3)]
-    assert list(transforms.in_dims(tensors)) == [
-        (0, 0, 0), (-1, -1, -1), (0, None, None), (-1, None, None), (None, 0, None), (None, None, 0), (None, None, -1),
-    ]  # fmt: skip
-    first, second = transforms.batch(tensors[:1] * 2, (0, None))
-    assert first.tolist() == [[1, 1], [0.5, 0.5]] and second is tensors[0]
 
 
 # ---- attention ----

@@ -7,10 +7,10 @@ import functools
 import re
 from datetime import timedelta
 
+import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.testing import assert_close
 from workers import Workers, in_mode
@@ -20,19 +20,12 @@ pytestmark = pytest.mark.processes
 SECONDS = timedelta(seconds=30)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def group(request):
-    with Workers(request.param) as workers:
-        yield workers
-
-
 @pytest.fixture(scope="module")
 def detail():
     with Workers(2, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}) as workers:
         yield workers
 
 
-TWO = pytest.mark.parametrize("group", [2], indirect=True)
 MODES = pytest.mark.parametrize("mode", ["inline", "async", "sync"])
 
 
@@ -107,9 +100,9 @@ def check_coalesced(dtype):
 
 @MODES
 @pytest.mark.slow
-def test_coalesced(group, mode):
-    group.run(check_coalesced, mode, torch.float32)
-    group.run(check_coalesced, mode, torch.bfloat16)
+def test_coalesced(two, mode):
+    two.run(check_coalesced, mode, torch.float32)
+    two.run(check_coalesced, mode, torch.bfloat16)
 
 
 def check_batch():
@@ -135,22 +128,6 @@ def check_batch():
         pass
     manager.wait()
     assert manager.works == []
-
-
-def check_other_calls_coalesced():
-    """The backend collects calls without a coalesced form, but not those before and after."""
-    size = dist.get_world_size()
-    device = torch.device("openreg")
-    x, y = torch.ones(3, device=device), torch.full((2,), 2.0, device=device)
-    lists = [[torch.empty_like(each) for _ in range(size)] for each in (x, y)]
-    with dist._coalescing_manager(device=device, async_ops=True) as manager:
-        dist.all_gather(lists[0], x)
-        work = dist.all_gather(lists[1], y, async_op=True)
-    assert work.wait()
-    manager.wait()
-    assert [each.tolist() for each in lists[0] + lists[1]] == [[1.0] * 3] * size + [[2.0] * 2] * size
-    dist.all_gather(lists[0], x + 1)
-    assert lists[0][-1].tolist() == [2.0] * 3
 
 
 def check_coalesced_directly():
@@ -185,17 +162,17 @@ def check_capability():
 
 @pytest.mark.parametrize(
     "check",
-    [check_batch, check_other_calls_coalesced, check_coalesced_directly, check_capability],
+    [check_batch, check_coalesced_directly, check_capability],
     ids=lambda f: f.__name__,
 )
-def test_coalescing(group, check):
-    group.run(check)
+def test_coalescing(four, check):
+    four.run(check)
 
 
 @pytest.mark.slow
 def test_coalescing_with_details(detail):
     detail.run(check_coalesced, "async", torch.float32)
-    for check in (check_batch, check_other_calls_coalesced, check_coalesced_directly):
+    for check in (check_batch, check_coalesced_directly):
         detail.run(check)
 
 
@@ -225,8 +202,8 @@ def check_monitored_barrier():
     dist.barrier()
 
 
-def test_monitored_barrier(group):
-    group.run(check_monitored_barrier)
+def test_monitored_barrier(four):
+    four.run(check_monitored_barrier)
 
 
 def test_monitored_barrier_with_details(detail):
@@ -256,8 +233,8 @@ def check_small_sums(dtype):
 
 @MODES
 @pytest.mark.parametrize("dtype", SUMMED, ids=str)
-def test_small_sums(group, mode, dtype):
-    group.run(check_small_sums, mode, dtype)
+def test_small_sums(four, mode, dtype):
+    four.run(check_small_sums, mode, dtype)
 
 
 def check_small_sum_after_another_call(mode):
@@ -273,8 +250,8 @@ def check_small_sum_after_another_call(mode):
 
 
 @MODES
-def test_small_sum_after_another_call(group, mode):
-    group.run(check_small_sum_after_another_call, mode)
+def test_small_sum_after_another_call(two, mode):
+    two.run(check_small_sum_after_another_call, mode)
 
 
 # ---- mismatched ----
@@ -365,15 +342,17 @@ def check_other_mismatches():
     assert x.tolist() == [size] * 2 * size
 
 
-@pytest.mark.parametrize("mismatch", MISMATCHES, ids=lambda f: f.__name__)
-def test_mismatch(mismatch):
-    with Workers(2) as workers:  # a group of its own, as mismatched_order leaves calls unmade
-        workers.run(check_mismatch, mismatch, 1)
+def test_mismatch(two):
+    for mismatch in MISMATCHES:
+        if mismatch is not mismatched_order:
+            two.run(check_mismatch, mismatch, 1)
+    with Workers(2) as workers:  # a group of its own, as the other calls are not made
+        workers.run(check_mismatch, mismatched_order, 1)
 
 
-def test_other_mismatches(group):
-    group.run(check_mismatch, mismatched_operators, 0)
-    group.run(check_other_mismatches)
+def test_other_mismatches(four):
+    four.run(check_mismatch, mismatched_operators, 0)
+    four.run(check_other_mismatches)
 
 
 def check_mismatch_with_details(mismatch):
@@ -385,10 +364,9 @@ def check_mismatch_with_details(mismatch):
     assert "Detected mismatch between collectives on ranks" in str(raised.value)
 
 
-@pytest.mark.parametrize("mismatch", MISMATCHES, ids=lambda f: f.__name__)
-def test_mismatch_with_details(mismatch):
+def test_mismatch_with_details():
     with Workers(2, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}) as workers:
-        workers.run(check_mismatch_with_details, mismatch)
+        workers.run(check_mismatch_with_details, mismatched_shapes)
 
 
 def check_a_missing_rank():
@@ -417,43 +395,19 @@ def report_of(call):
     return str(raised.value)
 
 
+RACING = "all_reduce all_gather reduce_scatter_tensor all_to_all_single broadcast batch".split()
+
+
 @in_mode
 def check_races():
     """An output that is read, or an input that is written, before the wait, even if the collective ended long ago."""
     import time
 
-    size, rank = dist.get_world_size(), dist.get_rank()
-    device = f"openreg:{rank % 2}"
+    device = f"openreg:{dist.get_rank() % 2}"
     new = functools.partial(torch.ones, device=device)
     side = torch.openreg.Stream(device)
 
-    def p2p():
-        x, out = new(4), new(4)
-        ops = [dist.P2POp(dist.irecv, out, (rank - 1) % size), dist.P2POp(dist.isend, x, (rank + 1) % size)]
-        return [x], [out], dist.batch_isend_irecv(ops)[0]
-
-    def all_gather():
-        x, out = new(4), [new(4) for _ in range(size)]
-        return [x], out, dist.all_gather(out, x, async_op=True)
-
-    def reduce_scatter():
-        x, out = new(4 * size), new(4)
-        return [x], [out], dist.reduce_scatter_tensor(out, x, async_op=True)
-
-    def all_to_all():
-        x, out = new(4 * size), new(4 * size)
-        return [x], [out], dist.all_to_all_single(out, x, async_op=True)
-
-    def all_reduce():
-        x = new(4)
-        return [], [x], dist.all_reduce(x, async_op=True)
-
-    def broadcast():
-        x = new(4)
-        work = dist.broadcast(x, 0, async_op=True)
-        return ([x], [], work) if rank == 0 else ([], [x], work)
-
-    def coalesced_all_reduce():
+    def coalesced_all_reduce(x):
         xs = [new(4), new(3)]
         with dist._coalescing_manager(async_ops=True) as manager:
             for x in xs:
@@ -461,8 +415,8 @@ def check_races():
         return [], xs, manager.works[0]
 
     with torch.openreg._sanitizer.sanitize():
-        for make in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, p2p, coalesced_all_reduce):
-            inputs, outputs, work = make()
+        for make in (*(getattr(collectives, name) for name in RACING), coalesced_all_reduce):
+            inputs, outputs, work = make(new(4, 3))
             time.sleep(0.02)
             for x in inputs:
                 x + 1  # reading an input is no race
@@ -511,9 +465,8 @@ def check_races():
 
 
 @MODES
-@TWO
-def test_races(group, mode):
-    group.run(check_races, mode)
+def test_races(two, mode):
+    two.run(check_races, mode)
 
 
 def check_functional_races():
@@ -555,40 +508,6 @@ def check_dropped_work():
         assert len(races.syncs.current_sync_states) < 300 and len(races.works) < 100
 
 
-def check_training():
-    """Correct programs give no report."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from torch.nn.parallel import DistributedDataParallel
-
-    size = dist.get_world_size()
-
-    def mlp():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to("openreg")
-
-    mesh = dist.init_device_mesh("openreg", (size,))
-    makers = [
-        lambda: DistributedDataParallel(mlp()),
-        lambda: DistributedDataParallel(mlp(), bucket_cap_mb=0.0001, gradient_as_bucket_view=True),
-        lambda: fully_shard(mlp(), mesh=mesh),
-        lambda: parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}),
-    ]
-    with torch.openreg._sanitizer.sanitize():
-        for make in makers:
-            model = make()
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            for step in range(3):
-                loss = model(torch.full((3, 8), step + 1.0, device="openreg")).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                assert loss.isfinite().item()
-
-
-@pytest.mark.parametrize(
-    "check", [check_functional_races, check_dropped_work, check_training], ids=lambda f: f.__name__
-)
-@TWO
-def test_sanitized(group, check):
-    group.run(check)
+@pytest.mark.parametrize("check", [check_functional_races, check_dropped_work], ids=lambda f: f.__name__)
+def test_sanitized(two, check):
+    two.run(check)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import COLLECTIVES, all_reduce
 from processes import python
 from torch import nn
 from torch.testing import assert_close
@@ -28,15 +29,6 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def group(request):
-    with Workers(request.param) as workers:
-        yield workers
-
-
-TWO = pytest.mark.parametrize("group", [2], indirect=True)
-
-
 @functools.cache
 def gloo():
     """The same processes as a group of the CPU."""
@@ -44,144 +36,14 @@ def gloo():
 
 
 # ---- collectives ----
-# Each takes this process's tensor and a group, and returns its result on this process.
 
-
-def shifted(x):
-    return [(x + i).to(x.dtype) for i in range(dist.get_world_size())]
-
-
-def broadcast(x, group):
-    return [x], dist.broadcast(x, 1, group=group, async_op=True)
-
-
-def all_reduce(x, group):
-    return [x], dist.all_reduce(x, group=group, async_op=True)
-
-
-def all_reduce_max(x, group):
-    return [x], dist.all_reduce(x, dist.ReduceOp.MAX, group=group, async_op=True)
-
-
-def all_reduce_coalesced(x, group):
-    xs = [x, x[:1].clone()]
-    return xs, dist.all_reduce_coalesced(xs, group=group, async_op=True)
-
-
-def reduce(x, group):
-    work = dist.reduce(x, 0, group=group, async_op=True)
-    return [x] if dist.get_rank() == 0 else [], work
-
-
-def all_gather(x, group):
-    out = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    return out, dist.all_gather(out, x, group=group, async_op=True)
-
-
-def all_gather_into_tensor(x, group):
-    out = x.new_empty(x.size(0) * dist.get_world_size(), *x.shape[1:])
-    return [out], dist.all_gather_into_tensor(out, x, group=group, async_op=True)
-
-
-def all_gather_into_its_own_input(x, group):
-    size, rank = dist.get_world_size(), dist.get_rank()
-    out = x.repeat(size, 1)
-    return [out], dist.all_gather_into_tensor(out, out.chunk(size)[rank], group=group, async_op=True)
-
-
-def all_gather_coalesced(x, group):
-    out = [[torch.empty_like(x), torch.empty_like(x[0])] for _ in range(dist.get_world_size())]
-    work = dist.all_gather_coalesced(out, [x, x[0]], group=group, async_op=True)
-    return [each for row in out for each in row], work
-
-
-def gather(x, group):
-    out = [torch.empty_like(x) for _ in range(dist.get_world_size())] if dist.get_rank() == 1 else None
-    return out or [], dist.gather(x, out, dst=1, group=group, async_op=True)
-
-
-def scatter(x, group):
-    parts = shifted(x) if dist.get_rank() == 1 else None
-    out = torch.empty_like(x)
-    return [out], dist.scatter(out, parts, src=1, group=group, async_op=True)
-
-
-def reduce_scatter(x, group):
-    out = torch.empty_like(x)
-    return [out], dist.reduce_scatter(out, shifted(x), group=group, async_op=True)
-
-
-def reduce_scatter_tensor(x, group):
-    out = torch.empty_like(x)
-    return [out], dist.reduce_scatter_tensor(out, x.repeat(dist.get_world_size(), 1), group=group, async_op=True)
-
-
-def all_to_all_single(x, group):
-    size = dist.get_world_size()
-    out = x.new_empty(size * 2, *x.shape[1:])
-    return [out], dist.all_to_all_single(out, x.repeat(2 * size, 1)[: 2 * size], group=group, async_op=True)
-
-
-def all_to_all_of_unequal_parts(x, group):
-    size, rank = dist.get_world_size(), dist.get_rank()
-    x = x[:1].repeat(size * (rank + 1), 1)
-    out = x.new_empty(sum(range(size + 1)), *x.shape[1:])
-    sizes = list(range(1, size + 1)), [rank + 1] * size
-    return [out], dist.all_to_all_single(out, x, *sizes, group=group, async_op=True)
-
-
-def all_to_all(x, group):
-    out = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    return out, dist.all_to_all(out, shifted(x), group=group, async_op=True)
-
-
-def ring(x, group):
-    size, rank = dist.get_world_size(), dist.get_rank()
-    out = torch.empty_like(x)
-    sent = dist.isend(x, (rank + 1) % size, group=group, tag=3)
-    received = dist.irecv(out, (rank - 1) % size, group=group, tag=3)
-    sent.wait()
-    return [out], received
-
-
-def batch(x, group):
-    size, rank = dist.get_world_size(), dist.get_rank()
-    out = torch.empty_like(x)
-    ops = [
-        dist.P2POp(dist.isend, x, (rank + 1) % size, group),
-        dist.P2POp(dist.irecv, out, (rank - 1) % size, group),
-    ]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    return [out], None
-
-
-def receive_from_any(x, group):
-    if dist.get_rank() == 1:
-        dist.send(x, 0, group=group)
-    elif dist.get_rank() == 0:
-        assert dist.recv(x, group=group) == 1
-    return [x], None
-
-
-def sparse_all_reduce(x, group):
-    rows = torch.tensor([[0, 2 + dist.get_rank()]], device=x.device)
-    x = torch.sparse_coo_tensor(rows, x[:2], (8, x.size(1)))
-    return [x], dist.all_reduce(x, group=group, async_op=True)
-
-
-COLLECTIVES = [
-    broadcast, all_reduce, all_reduce_max, all_reduce_coalesced, reduce, all_gather, all_gather_into_tensor,
-    all_gather_into_its_own_input, all_gather_coalesced, gather, scatter, reduce_scatter, reduce_scatter_tensor,
-    all_to_all_single, all_to_all_of_unequal_parts, all_to_all, ring, batch, receive_from_any, sparse_all_reduce,
-]  # fmt: skip
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
 
 
 def outcome(collective, x, group):
     """Its result, or the type of its error."""
     try:
-        tensors, work = collective(x, group)
+        _, tensors, work = collective(x, group)
         if work is not None:
             work.wait()
     except (RuntimeError, ValueError, TypeError) as error:
@@ -199,11 +61,10 @@ def check_collective(collective, dtype):
     return isinstance(expected, list)
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=lambda f: f.__name__)
-def test_collective(group, collective):
-    ran = [all(group.run(check_collective, collective, dtype)) for dtype in DTYPES]
+def test_collective(four, collective):
+    ran = [all(four.run(check_collective, collective, dtype)) for dtype in DTYPES]
     assert sum(ran) >= 4  # the rest raises the CPU's error
 
 
@@ -244,9 +105,8 @@ def check_layouts():
     assert base.tolist() == [0, 0, size, size, 0, 0]
 
 
-@TWO
-def test_layouts(group):
-    group.run(check_layouts)
+def test_layouts(two):
+    two.run(check_layouts)
 
 
 def check_objects():
@@ -437,9 +297,8 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__.removeprefix("check_"))
-@TWO
-def test_check(group, check):
-    group.run(check)
+def test_check(two, check):
+    two.run(check)
 
 
 # ---- training ----
@@ -611,17 +470,24 @@ def check_checkpoint(folder):
     assert other_optimizer.state_dict()["state"][0]["exp_avg"].full_tensor().is_openreg
 
 
+def check_with_the_sanitizer():
+    """Correct programs give no report."""
+    with torch.openreg._sanitizer.sanitize():
+        for check in (check_ddp, check_fsdp, check_tensor_parallel):
+            check()
+
+
 @pytest.mark.parametrize(
     "check",
-    [check_ddp, check_sync_batch_norm, check_fsdp, check_tensor_parallel, check_mesh],
+    [check_ddp, check_sync_batch_norm, check_fsdp, check_tensor_parallel, check_mesh, check_with_the_sanitizer],
     ids=lambda f: f.__name__.removeprefix("check_"),
 )
-def test_training(group, check):
-    group.run(check)
+def test_training(four, check):
+    four.run(check)
 
 
-def test_checkpoint(group, tmp_path):
-    group.run(check_checkpoint, str(tmp_path))
+def test_checkpoint(two, tmp_path):
+    two.run(check_checkpoint, str(tmp_path))
 
 
 # ---- random operators of DTensors ----
@@ -665,27 +531,6 @@ def check_deferred_init():
         expected = torch.empty_like(shard).uniform_(-(8**-0.5), 8**-0.5, generator=generator.set_offset(rank * room))
         assert_close(shard, expected, rtol=0, atol=0)
     assert numbers_left() == size * room + size * (2 * 6 + 32)
-
-
-def check_random_dropout():
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    size = dist.get_world_size()
-    mesh = mesh_of(size, names=("tensor",))
-    x = torch.ones(4 * size, 16, device="openreg")
-    torch.manual_seed(3)
-    plain = nn.functional.dropout(x, 0.5)
-    left = numbers_left()
-
-    torch.manual_seed(3)
-    replicated = nn.functional.dropout(distribute_tensor(x, mesh, [Replicate()]), 0.5)
-    assert replicated.to_local().equal(plain) and numbers_left() == left
-
-    sharded = nn.functional.dropout(distribute_tensor(x, mesh, [Shard(0)]), 0.5)
-    assert set(sharded.full_tensor().unique().tolist()) == {0, 2}
-    masks = of_each_rank(sharded.to_local())
-    assert not any(masks[i].equal(masks[j]) for i in range(size) for j in range(i))
-    assert numbers_left() > left
 
 
 def check_random_generator():
@@ -791,14 +636,13 @@ def check_random_graph():
 @pytest.mark.parametrize(
     "check",
     [
-        check_deferred_init, check_random_dropout, check_random_generator, check_random_shards,
+        check_deferred_init, check_random_generator, check_random_shards,
         check_random_synchronisation, check_random_operator, check_random_graph,
     ],
     ids=lambda f: f.__name__.removeprefix("check_"),
 )  # fmt: skip
-@TWO
-def test_random(group, check):
-    group.run(check)
+def test_random(two, check):
+    two.run(check)
 
 
 # ---- processes of their own ----
@@ -812,7 +656,6 @@ def check_strict():
     assert work.get_future().wait()[0].tolist() == [2, 2, 2]
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 def test_isolated_memory_is_copied():
     with Workers(2, {"OPENREG_ISOLATION": "strict"}) as workers:
@@ -843,7 +686,6 @@ def check_until_death():
             return str(error), time.monotonic() - start
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 def test_a_process_is_killed():
     with Workers(2, device_id=torch.device("openreg:0"), timeout=timedelta(seconds=20)) as workers:
@@ -857,13 +699,11 @@ def test_a_process_is_killed():
     assert seconds < 20
 
 
-@pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
-def test_the_example_of_the_page(debug):
+def test_the_example_of_the_page():
     page = (ROOT / "docs/distributed.md").read_text()
     command = next(line for line in page.splitlines() if line.startswith("torchrun ")).split()
-    environment = {"PYTHONPATH": str(Path(openreg_ops.__file__).parents[1]), "TORCH_DISTRIBUTED_DEBUG": debug}
+    environment = {"PYTHONPATH": str(Path(openreg_ops.__file__).parents[1]), "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     done = python("-m", "torch.distributed.run", *command[1:], "--steps", "3", cwd=ROOT, **environment)
     assert done.returncode == 0, done.stderr
     assert "2 processes, backend occl," in done.stdout and "within rounding" in done.stdout

@@ -9,13 +9,6 @@ import torch.multiprocessing as mp
 MS = 1_000_000  # nanoseconds
 
 
-@pytest.fixture(params=["inline", "async"])
-def mode(request):
-    with torch.openreg.launch_mode(request.param):
-        yield request.param
-        torch.openreg.synchronize()
-
-
 def opened(event):
     return torch.openreg.Event.from_ipc_handle(event.device.index or 0, event.ipc_handle())
 

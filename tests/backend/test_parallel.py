@@ -6,23 +6,18 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import comm, data_parallel, gather, parallel_apply, replicate, scatter
+from torch.nn.parallel import comm, gather, replicate, scatter
 from torch.testing import assert_close
 
 Pair = collections.namedtuple("Pair", ["first", "second"])
 
 pytestmark = [
+    pytest.mark.usefixtures("mode"),
     pytest.mark.filterwarnings("error"),
     pytest.mark.filterwarnings(
         "ignore:Using -1 to represent CPU tensor is deprecated:FutureWarning"
     ),  # by PyTorch itself
 ]
-
-
-@pytest.fixture(params=["inline", "async"], autouse=True)
-def mode(request):
-    with torch.openreg.launch_mode(request.param):
-        yield
 
 
 def on(index, *shape, **options):
@@ -69,25 +64,6 @@ def test_data_parallel(device_ids, rows):
         assert_close(result.grad.cpu(), wanted.grad)
 
 
-def test_it_trains():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    x = torch.randn(10, 4)
-    losses = {}
-    for device in ("cpu", "openreg"):
-        model = copy.deepcopy(net).to(device)
-        model = nn.DataParallel(model) if device == "openreg" else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        losses[device] = []
-        for _ in range(5):
-            loss = (model(x.to(device)) - x.to(device).sum(1, keepdim=True)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses[device].append(loss.item())
-    assert losses["openreg"] == pytest.approx(losses["cpu"], rel=1e-5)
-
-
 def test_buffers_of_the_first_device_are_the_modules():
     """Each replica normalizes its part of the batch; the statistics of the first one stay, as on CUDA."""
     model = nn.DataParallel(nn.BatchNorm1d(4).to("openreg"))
@@ -99,34 +75,10 @@ def test_buffers_of_the_first_device_are_the_modules():
     assert model.module.num_batches_tracked.item() == 1
 
 
-def test_without_gradients_and_from_the_host():
-    model = nn.DataParallel(nn.Linear(4, 2).to("openreg"))
-    x = torch.randn(7, 4)
-    with torch.no_grad():
-        assert_close(model(x).cpu(), model.module.cpu()(x))
-
-
 def test_autocast_reaches_the_threads():
     model = nn.DataParallel(nn.Linear(4, 2).to("openreg"))
     with torch.autocast("openreg", dtype=torch.float16):
         assert model(on(0, 4, 4)).dtype == torch.float16
-
-
-def test_scalars_become_a_vector():
-    class Mean(nn.Module):
-        def forward(self, x):
-            return x.mean()
-
-    x = on(0, 4, 3)
-    with pytest.warns(UserWarning, match="will instead unsqueeze and return a vector"):
-        assert_close(nn.DataParallel(Mean())(x), torch.stack([x[:2].mean(), x[2:].mean()]))
-
-
-def test_data_parallel_as_a_function():
-    module, x = nn.Linear(4, 2).to("openreg:1"), on(1, 5, 4)
-    result = data_parallel(module, x, device_ids=[1, 0], output_device=0)
-    assert result.device.index == 0
-    assert_close(result.to("openreg:1"), module(x))
 
 
 def test_errors_of_data_parallel():
@@ -175,14 +127,6 @@ def test_scatter_and_gather_of_containers():
     assert_close(out["pair"].second[0], x.cpu() + 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool, torch.bfloat16], ids=str)
-def test_dtypes(dtype):
-    x = torch.ones(4, 3, dtype=dtype, device="openreg")
-    parts = scatter(x, [0, 1])
-    assert [part.dtype for part in parts] == [dtype] * 2 and parts[1].equal(x[2:].to("openreg:1"))
-    assert gather(parts, 0).equal(x)
-
-
 @pytest.mark.parametrize("detach", [False, True])
 def test_replicate(detach):
     net = Net().to("openreg").double()
@@ -197,13 +141,6 @@ def test_replicate(detach):
     if not detach:
         sum(replica.first.weight.sum().to("openreg:0") * (i + 1) for i, replica in enumerate(replicas)).backward()
         assert (net.first.weight.grad == 3).all()
-
-
-def test_parallel_apply():
-    modules = [nn.Linear(3, 2, device=f"openreg:{i}") for i in range(2)]
-    inputs = [on(i, 4, 3) for i in range(2)]
-    for result, module, x in zip(parallel_apply(modules, inputs), modules, inputs, strict=True):
-        assert_close(result, module(x))
 
 
 # ---- comm ----

@@ -273,11 +273,3 @@ def test_a_state_is_a_byte_tensor_on_the_cpu(state, setter):
     with pytest.raises(error, match=match):
         SETTERS[setter](make(torch.openreg.get_rng_state()))
     assert all(a.equal(b) for a, b in zip(before, torch.openreg.get_rng_state_all(), strict=True))
-
-
-def test_generators_are_pickled_and_copied():
-    generator = torch.Generator("openreg:1").manual_seed(5)
-    restored = pickle.loads(pickle.dumps(generator))
-    assert restored.device == generator.device
-    expected = torch.rand(3, device="openreg:1", generator=generator)
-    assert torch.rand(3, device="openreg:1", generator=restored).equal(expected)

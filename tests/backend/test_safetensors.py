@@ -9,6 +9,8 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+pytestmark = pytest.mark.usefixtures("mode")
+
 TENSORS = {
     "weight": torch.arange(6.0).view(2, 3),
     "half": torch.ones(3, dtype=torch.bfloat16),
@@ -21,12 +23,6 @@ TENSORS = {
 def path(tmp_path):
     safetensors.torch.save_file({name: x.to("openreg") for name, x in TENSORS.items()}, tmp_path / "x.safetensors")
     return tmp_path / "x.safetensors"
-
-
-@pytest.fixture(params=["inline", "async"], autouse=True)
-def mode(request):
-    with torch.openreg.launch_mode(request.param):
-        yield
 
 
 NAMES = {
@@ -94,12 +90,12 @@ def test_other_frameworks_are_refused(path):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("mode", ["inline"], indirect=True)
 @pytest.mark.parametrize(
     "program",
     [
-        "import torch, safetensors.torch",
         "import safetensors.torch, torch",
-        "from safetensors import safe_open; import torch; import safetensors.torch",
+        "from safetensors import safe_open; import torch, safetensors.torch",
         "from safetensors.torch import load_file; import safetensors.torch",
     ],
 )
@@ -114,6 +110,7 @@ assert opens(sys.argv[1], "pt", "openreg").get_tensor("half").is_openreg
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("mode", ["inline"], indirect=True)
 def test_it_is_imported_with_safetensors_only():
     check = "import torch, sys; assert not {'safetensors', 'openreg_ops.integrations.safetensors'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -8,12 +8,9 @@ import threading
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
-import safetensors.torch as st
 import torch
-import torch.distributed.checkpoint as dcp
 from processes import python
 from torch._utils import get_tensor_metadata, set_tensor_metadata
-from torch.utils.data import DataLoader
 
 from openreg_ops import get_tag, set_tag
 
@@ -123,13 +120,6 @@ def test_training_goes_on_where_it_was_saved(optimizer):
     assert other.weight.device == ONE and other.weight.cpu().equal(model.weight.cpu())
 
 
-def test_whole_modules():
-    model = torch.nn.Linear(3, 2, device=ONE)
-    for again in (round_trip(model, weights_only=False), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert same(again.weight, model.weight) and again.weight.data_ptr() != model.weight.data_ptr()
-        assert isinstance(again.weight, torch.nn.Parameter) and again.weight.requires_grad
-
-
 def quantized():
     return torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint8).to(D)
 
@@ -168,13 +158,6 @@ def test_layouts(name, how):
     assert y.device == x.device and y.layout == x.layout and y.dtype == x.dtype and dense(y).equal(dense(x))
 
 
-def test_a_copied_quantized_tensor_is_independent():
-    x = quantized()
-    y = copy.deepcopy(x)
-    y.copy_(torch.zeros(4))
-    assert x.dequantize().tolist() == [0, 1, 2, 3] and y.q_scale() == 0.5 and y.q_zero_point() == 1
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_nested_tensors_move_between_devices():
     x = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
@@ -182,23 +165,6 @@ def test_nested_tensors_move_between_devices():
         moved = x.to(D).to(device, torch.float64)
         assert moved.device.type == torch.device(device).type and moved.dtype == torch.float64
         assert dense(moved).equal(dense(x).double())
-
-
-def test_distributed_checkpoint(tmp_path):
-    model = torch.nn.Linear(3, 2, device=D)
-    other = torch.nn.Linear(3, 2, device=ONE)
-    state = {"model": other.state_dict(), "step": 0}
-    dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id=tmp_path / "a", no_dist=True)
-    dcp.load(state, checkpoint_id=tmp_path / "a", no_dist=True)
-    assert state["step"] == 3 and other.weight.device == ONE and other.weight.cpu().equal(model.weight.cpu())
-
-
-def test_safetensors(tmp_path):
-    x = torch.arange(3.0, device=ONE)
-    st.save_file({"x": x}, tmp_path / "x.safetensors")
-    y = st.load_file(tmp_path / "x.safetensors")["x"]
-    assert y.equal(x.cpu())
-    assert same(st.load(st.save({"x": x}))["x"].to(ONE), x)
 
 
 # ---- tags: BackendMeta through TensorBackendMetaRegistry ----
@@ -457,7 +423,7 @@ else: raise SystemExit("no error")
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("isolation", ["auto", "strict", "off"])
+@pytest.mark.parametrize("isolation", ["off", "strict"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_processes(name, isolation):
     code = (
@@ -467,23 +433,3 @@ def test_processes(name, isolation):
     )
     done = python("-c", code + PROGRAMS[name], OPENREG_ISOLATION=isolation)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-class OnDevice(torch.utils.data.Dataset):
-    """A data set that lies on the device, and is sent to the workers."""
-
-    def __init__(self):
-        self.data = torch.arange(6.0, device=ONE)
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return self.data[index] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_spawned_workers_return_device_tensors():
-    batches = list(DataLoader(OnDevice(), batch_size=3, num_workers=1, multiprocessing_context="spawn"))
-    assert [b.tolist() for b in batches] == [[0, 2, 4], [6, 8, 10]] and batches[0].device == ONE

@@ -13,12 +13,6 @@ def off():
     torch.openreg.set_sync_debug_mode("default")
 
 
-@pytest.fixture(params=["inline", "async"])
-def mode(request):
-    with torch.openreg.launch_mode(request.param):
-        yield
-
-
 def put(x, index, value):
     x[index] = value
 

@@ -119,28 +119,3 @@ def test_operators_say_shapes_dtypes_errors_and_source(name):
 )
 def test_memory_functions_say_their_unit(name):
     assert re.search(r"[Bb]ytes|percent|fraction|table|segments|keys of", document(getattr(torch.openreg, name)))
-
-
-def test_what_these_tests_see():
-    class Bare:
-        pass
-
-    def silent(x):
-        """Does something."""
-
-    class Method:
-        """Has a method."""
-
-        def method(self):
-            pass
-
-    def broken(x):
-        """Does something.
-
-        Args:
-            x: a number,
-            or none.
-        """
-
-    assert stray(broken) == ["or none."]
-    assert lacks(Bare) == ["a docstring"] and lacks(silent) == ["`x`"] and lacks(Method) == ["a docstring of method"]

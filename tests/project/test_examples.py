@@ -1,5 +1,6 @@
 """The examples run and do what they claim, in a few steps; `make demo` runs the full one."""
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -23,19 +24,14 @@ def example(monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_train_char_transformer(example, dtype, tmp_path, capsys):
-    status = example("train_char_transformer").main(["--steps", "3", "--dtype", dtype, "--out", str(tmp_path)])
+def test_train_char_transformer(example, tmp_path, capsys):
+    status = example("train_char_transformer").main(["--steps", "3", "--dtype", "bfloat16", "--out", str(tmp_path)])
     out = capsys.readouterr().out
     assert status == 0, out
     assert "0 fell back" in out and "(within rounding)" in out
     assert openreg_ops.fallback.report() == []
-
-
-def test_the_picture(example, tmp_path):
-    pytest.importorskip("matplotlib")
-    example("train_char_transformer").main(["--steps", "1", "--out", str(tmp_path)])
-    assert (tmp_path / "train_char_transformer.png").stat().st_size > 1000
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "train_char_transformer.png").stat().st_size > 1000
 
 
 def test_the_terminal_curve(example):

@@ -77,21 +77,3 @@ def test_the_tools_import_no_device():
         if each.partition(".")[0] == "openreg_ops"
     }
     assert not wrong
-
-
-def test_a_cycle_is_found():
-    one = {
-        "p": "",
-        "p.a": "from p import b",
-        "p.b": "def f():\n    from p import c",
-        "p.c": "import p.a",
-        "p.d": "import p.a",
-    }
-    assert [sorted(set(cycle)) for cycle in cycles(one)] == [["p.a", "p.b", "p.c"]]
-    (cycle,) = cycles(one)
-    assert all(f"{b}"[-1] in one[a] for a, b in zip(cycle, cycle[1:], strict=False)), "in the order of the imports"
-    assert cycles({"p": "from p import a", "p.a": "from p import name"}) and not cycles(
-        {"p": "from p import a", "p.a": ""}
-    )
-    assert cycles({"p": "", "p.a": "import p.a"})
-    assert not cycles({"p": "", "p.a": "import p.b", "p.b": "if TYPE_CHECKING:\n    import p.a"})

@@ -120,25 +120,6 @@ def closing(text: str, at: int) -> int:
             return at
 
 
-def test_the_reader_of_cpp():
-    text = """
-    namespace a { // f();
-    void f(int x = {}, const char* = "g();");
-    class B final : public C {
-     public:
-      explicit B(int);
-      B(const B&) = delete;
-      int h() const { return i(); }
-    };
-    inline std::atomic<int> x{0};
-    template <class T> void j(T t) { k(t); }
-    struct M { void (*m)(int); };
-    }
-    int a::B::l() { return 1; }
-    """
-    assert [*functions(text)] == [("f", False), ("B::B", False), ("B::h", True), ("j", True), ("a::B::l", True)]
-
-
 @pytest.mark.parametrize("header", [p for room in ("runtime", "backend", "aten", "bindings") for p in files(room) if p.suffix == ".h"],
                          ids=lambda path: str(path.relative_to(CSRC)))  # fmt: skip
 def test_a_header_declares_what_its_own_cpp_defines(header):

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -119,20 +118,6 @@ def test_wheel_of_the_tools(tmp_path):
     assert "openreg-tools = openreg_tools.__main__:main" in metadata
 
 
-def test_the_tools_import_no_device(tmp_path):
-    """Neither does any of their modules, nor do they name the package of a device."""
-    found = re.compile(r"^\s*(from|import) openreg_ops\b", re.M)
-    assert not [path for path in (ROOT / "openreg_tools").rglob("*.py") if found.search(path.read_text())]
-    modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for path in (ROOT / "openreg_tools").rglob("*.py")
-        if "build" not in path.parts
-    ]
-    code = f"import importlib, sys, torch\nfor name in {modules}: importlib.import_module(name)\n"
-    code += "print('openreg_ops' in sys.modules, torch._C._get_privateuse1_backend_name())"
-    assert printed(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").split() == ["False", "privateuseone"]
-
-
 @autoload
 def test_the_version_has_one_place(tmp_path, monkeypatch):
     version = tomllib.loads((ROOT / "openreg_tools" / "pyproject.toml").read_text())["project"]["version"]
@@ -224,11 +209,6 @@ def test_device_count_and_memory():
     result = python(PROPERTIES + "torch.empty(65 << 20, dtype=torch.uint8, device='openreg')", **settings)
     assert result.stdout.split() == ["3", str(64 << 20)]
     assert result.stderr.splitlines()[-1].startswith("torch.OutOfMemoryError")
-
-
-def test_no_device_is_not_available():
-    code = "import torch, openreg_ops; print(torch.openreg.is_available(), torch.accelerator.is_available())"
-    assert printed(code, OPENREG_DEVICE_COUNT="0") == "False False"
 
 
 def test_a_value_that_makes_no_sense_is_an_error(monkeypatch):

@@ -39,15 +39,6 @@ def test_a_process_that_ends_by_itself_may_still_be_killed(start):
     assert process.wait() == 3 and process.poll() == 3
 
 
-def test_a_process_that_goes_on_is_killed(start):
-    process = start("import time; time.sleep(100)")
-    assert says(process, b"hello\n") == b"hello\n" and process.poll() is None
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.05)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-
-
 def test_how_programs_end():
     assert python("-c", "import os; os.abort()").returncode == -signal.SIGABRT
     done = python("-c", "import sys; print(input()); sys.exit('wrong')", input="a line\n")
@@ -55,16 +46,3 @@ def test_how_programs_end():
     with pytest.raises(subprocess.TimeoutExpired) as raised:
         python("-c", "import time; print('said', flush=True); time.sleep(100)", timeout=1)
     assert raised.value.output == "said\n"
-
-
-def test_programs_that_start_programs(tmp_path):
-    """Two at once, and one that outlives the other."""
-    code = """
-import subprocess, sys
-start = lambda: subprocess.Popen([sys.executable, "-m", "this"], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
-first, second = start(), start()
-assert b"Namespaces" in second.stdout.read() and second.wait() == 0
-assert b"Namespaces" in first.stdout.read() and first.wait() == 0
-"""
-    done = python("-c", code, cwd=tmp_path, nested=True)
-    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Shared by the tests of graphs and streams: capturing, warming up, memory at rest, and a stream that is held."""
+"""Shared by the tests of graphs and streams: warming up, memory at rest, and a stream that is held."""
 
 import contextlib
 import gc
@@ -9,14 +9,6 @@ import torch
 import openreg_ops
 
 DEVICE = "openreg:0"
-
-
-def captured(f, **options):
-    """Capture f(); returns the graph and f's result."""
-    g = torch.openreg.Graph()
-    with torch.openreg.graph(g, **options):
-        out = f()
-    return g, out
 
 
 def warmed_up(f):

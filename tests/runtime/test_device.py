@@ -3,9 +3,6 @@
 import pytest
 import torch
 from processes import python
-from torch.testing import assert_close
-
-import openreg_ops
 
 
 def test_module_is_registered():
@@ -87,50 +84,6 @@ def test_unsupported_dtypes_are_named():
         torch.TypedStorage(2, dtype=torch.quint4x2).openreg()
 
 
-def test_packed_sequence_methods():
-    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 4), torch.tensor([3, 1]))
-    moved = packed.openreg()
-    assert moved.is_openreg and moved.data.device.type == "openreg" and moved.batch_sizes.device.type == "cpu"
-    padded, lengths = torch.nn.utils.rnn.pad_packed_sequence(moved)
-    assert_close(padded.cpu(), torch.nn.utils.rnn.pad_packed_sequence(packed)[0])
-    assert lengths.tolist() == [3, 1]
-
-
-def test_packing_on_the_device_keeps_lengths_on_the_host():
-    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 4, device="openreg"), [3, 1])
-    assert packed.data.is_openreg and packed.batch_sizes.tolist() == [2, 1, 1]
-    assert packed.batch_sizes.device.type == "cpu"
-
-
-def test_streams():
-    default = torch.openreg.default_stream()
-    assert torch.openreg.current_stream() == default and default.stream_id == 0
-    side = torch.openreg.Stream()
-    assert isinstance(side, torch.openreg.Stream) and isinstance(default, torch.openreg.Stream)
-    assert not isinstance(default, torch.openreg.Event)
-    with torch.openreg.stream(side):
-        assert torch.openreg.current_stream() == side != default
-        y = torch.ones(3, device="openreg") + 1
-    assert torch.openreg.current_stream() == default
-    side.synchronize()
-    default.wait_stream(side)
-    assert side.query() and y.tolist() == [2, 2, 2]
-    y.record_stream(side)
-    assert torch.openreg.Stream(1).device.index == 1
-    torch.openreg.synchronize(1)
-
-
-def test_streams_are_current_for_each_thread_and_device():
-    import threading
-
-    seen = []
-    with torch.openreg.stream(torch.openreg.Stream()):
-        thread = threading.Thread(target=lambda: seen.append(torch.openreg.current_stream().stream_id))
-        thread.start()
-        thread.join()
-        assert seen == [0] and torch.openreg.current_stream(1).stream_id == 0
-
-
 ITS_OWN = """
 import _thread, os, threading, time
 
@@ -203,26 +156,15 @@ in_threads(lambda: in_child(load_and_end))
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("mode", ["inline", "async"])
 @pytest.mark.parametrize(
-    ("program", "uses"),
-    [(FORKS, 15), (THREAD_LOADS, 31), (FORKED_THREAD_LOADS, 26)],
+    ("program", "uses", "mode"),
+    [(FORKS, 15, "inline"), (THREAD_LOADS, 31, "async"), (FORKED_THREAD_LOADS, 26, "inline")],
     ids=["forks", "thread loads", "forked thread loads"],
 )
 def test_each_thread_has_a_device_and_a_stream_of_its_own(program, uses, mode):
     """Whichever thread loads the device, and in a process that it or another thread forks."""
     done = python("-c", ITS_OWN + program, OPENREG_LAUNCH_MODE=mode, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert (done.returncode, done.stdout) == (0, "as expected\n" * uses), done.stderr
-
-
-def test_events():
-    start, end = torch.openreg.Event(enable_timing=True), torch.openreg.Event(enable_timing=True)
-    start.record()
-    torch.ones(1000, device="openreg").sum()
-    end.record()
-    end.synchronize()
-    assert end.query() and start.elapsed_time(end) > 0 and isinstance(start, torch.openreg.Event)
-    torch.openreg.current_stream().wait_event(end)
 
 
 def test_untimed_events_have_no_time():
@@ -239,21 +181,6 @@ def test_untimed_events_have_no_time():
         with pytest.raises((RuntimeError, ValueError), match="device"):
             a.elapsed_time(b)
     assert timed.elapsed_time(timed) == 0 == other.elapsed_time(other)
-
-
-def test_memory_numbers():
-    torch.openreg.reset_peak_memory_stats()
-    before = torch.openreg.memory_allocated()
-    x = torch.empty(1 << 20, dtype=torch.uint8, device="openreg")
-    assert torch.openreg.memory_allocated() - before == 1 << 20
-    assert torch.openreg.memory_allocated(1) == torch.openreg.memory_stats(1)["allocated_bytes.all.current"]
-    free, total = torch.openreg.mem_get_info()
-    assert total - free == torch.openreg.memory_reserved()
-    del x
-    assert torch.openreg.memory_allocated() == before
-    assert torch.openreg.max_memory_allocated() == before + (1 << 20)
-    torch.openreg.empty_cache()
-    assert torch.openreg.memory_reserved() <= torch.openreg.max_memory_reserved()
 
 
 def test_out_of_memory_loses_nothing():
@@ -296,20 +223,6 @@ def test_mixed_devices(call, other):
     assert x.tolist() == [[1, 1], [1, 1]] and y.tolist() == [[1, 1], [1, 1]]
 
 
-def test_a_scalar_on_the_host_may_meet_a_device_tensor():
-    x = torch.ones(2, device="openreg")
-    assert (x + torch.tensor(2.0)).tolist() == [3, 3] == (torch.tensor(2.0) + x).tolist()
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        torch.tensor(2.0).add_(x[0])
-
-
-def test_an_index_on_the_host_is_allowed_as_on_cuda():
-    x = torch.arange(6.0, device="openreg")
-    assert x[torch.tensor([1, 3])].tolist() == [1, 3]
-    x[torch.tensor([0])] = 5.0
-    assert x[0].item() == 5
-
-
 @pytest.mark.parametrize(
     "call,error,match",
     [
@@ -333,28 +246,8 @@ def test_bad_input_raises_what_the_cpu_raises(call, error, match):
     assert (x + x).sum().item() == 8  # and the device continues
 
 
-def test_set_default_device():
-    torch.set_default_device("openreg:1")
-    try:
-        assert torch.zeros(1).device == torch.device("openreg:1")
-    finally:
-        torch.set_default_device(None)
-
-
-def test_properties():
-    assert torch.openreg.get_device_properties(1).total_memory == torch.openreg.mem_get_info(1)[1]
-    assert torch.openreg.get_device_name(1) == "openreg simulated accelerator 1"
-    assert torch.float32 in torch.openreg.get_device_capability()["supported_dtypes"]
-
-
 def test_printing():
     assert "device='openreg:0'" in repr(torch.ones(2, device="openreg"))
-
-
-def test_launches_are_counted():
-    before = openreg_ops._C.launch_count()
-    torch.ones(2, device="openreg").add_(1)
-    assert openreg_ops._C.launch_count() - before == 2  # fill and add
 
 
 @pytest.mark.slow
@@ -443,17 +336,3 @@ def test_memory_of_the_second_device_is_its_own():
     assert torch.openreg.max_memory_allocated(1) >= before[1] + (4 << 20)
     torch.openreg.reset_peak_memory_stats(1)
     assert torch.openreg.max_memory_allocated(1) == before[1]
-
-
-def test_random_numbers_of_the_second_device_are_its_own():
-    torch.openreg.manual_seed_all(3)
-    one, other = (torch.rand(5, device=f"openreg:{i}").cpu() for i in (0, 1))
-    state = torch.openreg.get_rng_state(1)
-    torch.rand(5, device="openreg:0")
-    assert torch.equal(torch.openreg.get_rng_state(1), state)
-    again = torch.rand(5, device="openreg:1")
-    torch.openreg.set_rng_state(state, 1)
-    assert torch.equal(torch.rand(5, device="openreg:1"), again)
-    torch.openreg.manual_seed_all(3)
-    assert torch.equal(torch.rand(5, device="openreg:1").cpu(), other)
-    assert torch.equal(torch.rand(5, device="openreg:0").cpu(), one)

@@ -24,9 +24,8 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ends_cleanly(name):
     code = f"import torch, openreg_ops\nD = 'openreg'\n{PROGRAMS[name]}\nprint('end')"
-    for _ in range(3):  # it was a race: half of all processes that had run a backward aborted
-        done = python("-c", code, destructors=True)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+    done = python("-c", code, destructors=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 DAEMONS = """
@@ -36,28 +35,18 @@ def work(call):
     x = torch.ones(1000, device="openreg", requires_grad=True)
     while True:
         call(x)
-CALLS = [lambda x: x * 2, lambda x: x.sum().item(), {call}]
-def start():
-    for call in CALLS:
-        threading.Thread(target=work, args=(call,), daemon=True).start()
-{how}
+for call in (lambda x: x * 2, lambda x: x.sum().item(), lambda x: x.exp().sum().backward(),
+             lambda x: torch.openreg.synchronize(), lambda x: torch.empty(9, device=x.device)):
+    threading.Thread(target=work, args=(call,), daemon=True).start()
+time.sleep(0.05)
 print("end")
 """
 
 
 @pytest.mark.parametrize("mode", ["inline", "async", "sync"])
-@pytest.mark.parametrize(
-    "call",
-    [
-        "lambda x: x.exp().sum().backward()",
-        "lambda x: torch.openreg.synchronize(), lambda x: torch.empty(9, device=x.device)",
-    ],
-)
-def test_threads_that_launch_for_ever(mode, call):
+def test_threads_that_launch_for_ever(mode):
     """Python cancels its daemon threads when the process ends, which PyTorch does not survive inside an operator."""
-    done = python(
-        "-c", DAEMONS.format(mode=mode, call=call, how="start(); time.sleep(0.05)"), timeout=60, destructors=True
-    )
+    done = python("-c", DAEMONS.format(mode=mode), timeout=60, destructors=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
@@ -89,6 +78,7 @@ def test_a_forked_child_ends_cleanly():
         "stream, event = torch.openreg.current_stream(), torch.openreg.Event(); torch.openreg._sleep(300_000_000); event.record()\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
+        "    os.environ['TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT'] = '0'  # else torch waits 10 s for the parent's threads\n"
         "    assert torch.openreg._is_in_bad_fork(); torch.manual_seed(3)  # what a DataLoader's worker does\n"
         "    for touch in (lambda: x.detach() + 1, lambda: torch.empty(3, device=D), lambda: torch.openreg.synchronize(),\n"
         "                  stream.query, event.query, event.synchronize, event.record, lambda: torch.openreg.Event().record(),\n"

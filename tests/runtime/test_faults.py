@@ -440,20 +440,6 @@ def test_a_second_stop_says_the_same():
     assert fault.struck == 1
 
 
-def test_two_faults_strike_on_their_own_devices():
-    with (
-        torch.openreg.faults.inject("allocation", device=0, after=1) as one,
-        torch.openreg.faults.inject("allocation", device=1) as other,
-    ):
-        kept = torch.ones(3, device="openreg:0")
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.ones(3, device="openreg:1")
-        torch.ones(3, device="openreg:1")
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.ones(3, device="openreg:0")
-    assert (one.struck, other.struck) == (1, 1) and kept.tolist() == [1, 1, 1]
-
-
 # ---- which of a row of calls a fault strikes, and on which device ----
 
 

@@ -1,7 +1,6 @@
 """Generators and threads: a child created by fork() may seed, as with CUDA, and the host keeps its own numbers."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -105,32 +104,6 @@ assert torch.equal(torch.rand(4), expected)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_two_threads_draw_from_the_lent_generator():
-    """The host's generator has its own state afterwards, whichever of the operators ends first."""
-    library = torch.library.Library("two_lend", "DEF")
-    library.define("draw(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
-
-    def draw(x):
-        time.sleep(0.1)
-        return torch.rand_like(x)
-
-    library.impl("draw", draw, "CPU")
-    x, out = torch.ones(4, device=DEVICE), []
-    torch.openreg.manual_seed(5)
-    expected = [torch.rand(4, device=DEVICE) for _ in range(2)]
-    torch.manual_seed(3)
-    torch.openreg.manual_seed(5)
-    before = torch.get_rng_state()
-    threads = [threading.Thread(target=lambda: out.append(torch.ops.two_lend.draw(x))) for _ in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(*out) and all(any(torch.equal(y, e) for e in expected) for y in out)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("seed", ["torch", "torch.openreg", "torch.default_generator"])
 def test_a_seed_is_set_while_the_generator_is_lent(seed):
     library = torch.library.Library("seeded_lend", "DEF")
@@ -191,42 +164,6 @@ def test_an_operator_that_draws_in_another_goes_on_with_its_numbers(devices):
         after = torch.rand(4, device=f"openreg:{index}").cpu()
         expected = torch.rand(4 * len(seen) + 4, generator=torch.Generator().manual_seed(5))
         assert torch.equal(torch.cat([*seen, after]), expected)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("seed", ["torch", "torch.openreg"])
-@pytest.mark.parametrize("place", ["outer", "inner"])
-def test_a_seed_is_set_while_an_operator_draws_in_another(place, seed):
-    library = torch.library.Library("seeded_nest", "DEF")
-    x = torch.ones(4, device=DEVICE)
-
-    def set_seed(at):
-        if at == place:
-            thread = threading.Thread(target=lambda: eval(seed).manual_seed(11))
-            thread.start()
-            thread.join()
-
-    def inner(y):
-        z = torch.rand_like(y)
-        set_seed("inner")
-        return z
-
-    def outer(y):
-        z = torch.rand_like(y)
-        set_seed("outer")
-        return z + torch.ops.seeded_nest.inner(x).cpu()
-
-    for name, kernel in (("outer", outer), ("inner", inner)):
-        library.define(f"{name}(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
-        library.impl(name, kernel, "CPU")
-    torch.manual_seed(5)
-    before = torch.rand(4)
-    torch.manual_seed(5)
-    torch.ops.seeded_nest.outer(x)
-    expected = torch.rand(8, generator=torch.Generator().manual_seed(11))
-    assert torch.equal(torch.rand(4), before if seed == "torch.openreg" else expected[:4])
-    drawn = 4 if place == "outer" else 0  # by the inner operator, from the new seed
-    assert torch.equal(torch.rand(4, device=DEVICE).cpu(), expected[drawn : drawn + 4])
 
 
 def test_an_operator_that_draws_launches_while_another_waits_to_draw():

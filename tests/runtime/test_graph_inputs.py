@@ -1,11 +1,11 @@
 """Inputs of graphs that are gone: `check_input_liveness`, and the sanitizer in PyTorch's own cases."""
 
 import gc
-import threading
 
 import pytest
 import torch
-from graph_kit import DEVICE, captured, warmed_up
+from graph_kit import DEVICE, warmed_up
+from kit import captured, in_threads
 from torch import nn
 from torch.openreg import _sanitizer
 from torch.testing._internal.two_tensor import TwoTensor
@@ -157,9 +157,7 @@ def test_a_capture_that_checks_its_inputs_ends_on_its_thread():
             except RuntimeError as error:
                 errors.append(str(error))
 
-    thread = threading.Thread(target=end)
-    thread.start()
-    thread.join()
+    in_threads(end)
     assert len(errors) == 1 and "expected the thread that called capture_begin" in errors[0]
     assert not stream.is_capturing()
     graph.reset()
@@ -172,9 +170,7 @@ def test_a_capture_that_checks_its_inputs_ends_on_its_thread():
 
 def test_the_thread_of_a_capture_is_gone():
     graph, streams = torch.openreg.Graph(), []
-    thread = threading.Thread(target=lambda: streams.append(begin(graph)))
-    thread.start()
-    thread.join()
+    in_threads(lambda: streams.append(begin(graph)))
     graph.reset()
     x = rand()
     with torch.openreg.graph(graph):

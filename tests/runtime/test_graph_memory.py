@@ -5,7 +5,8 @@ import threading
 
 import pytest
 import torch
-from graph_kit import DEVICE, captured, inside, settled
+from graph_kit import DEVICE, inside, settled
+from kit import captured, in_threads
 
 # ---- memory of a graph ----
 
@@ -107,46 +108,6 @@ def test_memory_that_three_streams_read_is_kept_until_all_are_joined():
         assert [t.unique().tolist() for t in fresh] == [[7.0], [8.0], [9.0]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("elements", [128, 1 << 18, 3 << 20], ids=["small", "medium", "large"])
-def test_statistics_of_a_graph(elements):
-    """Its results are active, its pool stays reserved until it is gone, and then only its results do."""
-    pool = "small_pool" if elements * 4 <= 1 << 15 else "large_pool"
-
-    def stats():
-        all_of_them = torch.openreg.memory_stats(DEVICE)
-        return [all_of_them[f"{name}.{pool}.current"] for name in ("active", "active_bytes", "reserved_bytes")]
-
-    x = torch.ones(elements, device=DEVICE)
-    settled()
-    before = stats()
-
-    def body():
-        y = x.clone()
-        for _ in range(5):
-            y = y.clone() + 1
-        return y
-
-    graph, y = captured(body)
-    gc.collect()
-    during = stats()
-    assert during[0] - before[0] == 1 and during[1] - before[1] >= y.nbytes
-    for _ in range(2):
-        graph.replay()
-        assert y.unique().tolist() == [6.0]
-        torch.openreg.empty_cache()
-        assert torch.openreg.memory_snapshot(device=DEVICE, mempool_id=graph.pool())
-    del graph
-    settled()
-    after = stats()
-    assert y.unique().tolist() == [6.0]
-    assert after[0] - before[0] == 1 and after[1] - before[1] == during[1] - before[1]
-    assert y.nbytes <= after[2] - before[2] <= during[2] - before[2]
-    del y
-    settled()
-    assert stats()[:2] == before[:2]
-
-
 def test_a_later_graph_of_the_pool_gets_what_was_freed_between_captures():
     """Their replays must therefore keep the order of the captures."""
     x = torch.ones(1000, device=DEVICE)
@@ -165,13 +126,6 @@ def test_a_later_graph_of_the_pool_gets_what_was_freed_between_captures():
 
 
 # ---- pinned memory ----
-
-
-def test_pinned_memory_of_a_capture_that_lives():
-    graph = torch.openreg.Graph()
-    with pytest.warns(UserWarning, match="empty"), torch.openreg.graph(graph, capture_error_mode="thread_local"):
-        first, second = (torch.empty(8, pin_memory=True) for _ in range(2))
-    assert first.data_ptr() != second.data_ptr()
 
 
 def test_pinned_memory_that_a_capture_has_freed():
@@ -222,44 +176,11 @@ def test_pinned_memory_that_a_capture_copied_is_kept_for_its_replays(to):
         assert y.tolist() == list(range(8))
 
 
-def test_pinned_memory_of_two_graphs_of_a_pool():
-    pool, y, addresses = torch.openreg.graph_pool_handle(), torch.zeros(8, device=DEVICE), []
-
-    def body(value):
-        x = torch.full((8,), value).pin_memory()
-        addresses.append(x.data_ptr())
-        y.copy_(x, non_blocking=True)
-        y.add_(1)
-
-    first, _ = captured(lambda: body(3.0), pool=pool, capture_error_mode="thread_local")
-    second, _ = captured(lambda: body(5.0), pool=pool, capture_error_mode="thread_local")
-    assert addresses[0] != addresses[1]
-    for graph, value in ((first, 4.0), (second, 6.0), (first, 4.0)):
-        graph.replay()
-        assert y.tolist() == [value] * 8
-
-
 # ---- pools ----
 
 
-def test_numbers_of_pools_grow():
-    handle, pool = torch.openreg.graph_pool_handle(), torch.openreg.MemPool()
-    assert (handle[0] == 0) == (pool.id[0] == 0)
-    makers = [torch.openreg.graph_pool_handle, lambda: torch.openreg.MemPool().id]
-    if hasattr(torch.accelerator, "generate_graph_pool_handle"):  # newer than torch 2.13
-        makers.append(torch.accelerator.generate_graph_pool_handle)
-    numbers = [make()[1] for make in makers * 2]
-    assert numbers == sorted(set(numbers))
-
-
 def test_pools_of_several_threads_have_numbers_of_their_own():
-    numbers = []
-    threads = [threading.Thread(target=lambda: numbers.append(torch.openreg.MemPool().id)) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert len(set(numbers)) == 4
+    assert len(set(in_threads(*[lambda: torch.openreg.MemPool().id] * 4))) == 4
 
 
 def test_nested_pools():
@@ -300,13 +221,8 @@ def test_a_thread_that_ends_leaves_its_pool():
     from openreg_ops import _C
 
     pool = torch.openreg.MemPool()
-    made = []
-    thread = threading.Thread(
-        target=lambda: (_C.use_pool(0, pool.id), made.append(torch.ones(1000, device=DEVICE))),
-    )
-    thread.start()
-    thread.join()
-    assert inside(pool, made[0])
+    [(_, made)] = in_threads(lambda: (_C.use_pool(0, pool.id), torch.ones(1000, device=DEVICE)))
+    assert inside(pool, made)
     assert not inside(pool, torch.ones(1000, device=DEVICE))
 
 
@@ -370,23 +286,16 @@ def test_a_tensor_outlives_its_pool():
 
 def test_empty_cache_leaves_a_pool_that_is_in_use():
     """On each of four threads."""
-    pools, errors = [torch.openreg.MemPool() for _ in range(4)], []
+    pools = [torch.openreg.MemPool() for _ in range(4)]
 
     def work(pool):
-        try:
-            with torch.openreg.use_mem_pool(pool):
-                x = torch.randn(4, device=DEVICE)
-                del x
-                torch.openreg.empty_cache()
-        except Exception as error:  # noqa: BLE001
-            errors.append(error)
+        with torch.openreg.use_mem_pool(pool):
+            x = torch.randn(4, device=DEVICE)
+            del x
+            torch.openreg.empty_cache()
 
-    threads = [threading.Thread(target=work, args=(pool,)) for pool in pools]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert not errors and [len(pool.snapshot()) for pool in pools] == [1] * 4
+    in_threads(*(lambda pool=pool: work(pool) for pool in pools))
+    assert [len(pool.snapshot()) for pool in pools] == [1] * 4
 
 
 def test_free_memory_of_a_pool_goes_to_no_other_thread():

@@ -5,11 +5,10 @@ Random numbers, memory, training and inputs have files of their own, test_graph_
 test_graphs.py, test_capture_sanitizer.py and tests/aten/test_captured.py.
 """
 
-import threading
-
 import pytest
 import torch
-from graph_kit import DEVICE, captured, settled
+from graph_kit import DEVICE, settled
+from kit import captured, in_threads
 
 # ---- the object ----
 
@@ -69,29 +68,6 @@ def test_too_little_memory_ends_a_capture_and_nothing_else():
     assert y.tolist() == [2.0] * 3
 
 
-@pytest.mark.slow
-def test_captures_again_and_again_take_no_more_memory():
-    x, w = torch.ones(8, 8, device=DEVICE), torch.ones(8, 8, device=DEVICE)
-    used = set()
-    for _ in range(4):
-        graph, y = captured(lambda: x @ w + x)
-        graph.replay()
-        assert y.unique().tolist() == [9.0]
-        del graph, y
-        settled()
-        used.add(torch.openreg.memory_reserved(DEVICE))
-    assert len(used) == 1
-
-
-def test_only_a_kept_graph_is_made_executable_by_the_program():
-    x = torch.zeros(20, device=DEVICE)
-    graph, _ = captured(lambda: x.add_(1))
-    with pytest.raises(RuntimeError, match="keep_graph"):
-        graph.instantiate()
-    graph.replay()
-    assert x.unique().tolist() == [1.0]
-
-
 def test_a_kept_graph_is_made_executable_again_and_again():
     graph = torch.openreg.Graph(keep_graph=True)
     for step in (1.0, 2.0):
@@ -104,34 +80,6 @@ def test_a_kept_graph_is_made_executable_again_and_again():
             graph.replay()
             assert x.unique().tolist() == [i * step]
         graph.reset()
-
-
-def test_debug_mode_writes_a_graph_of_two_streams(tmp_path):
-    x, y = torch.randn(2, 64, device=DEVICE)
-    graph, side = torch.openreg.Graph(), torch.openreg.Stream()
-    graph.enable_debug_mode()
-    with torch.openreg.graph(graph):
-        main = torch.openreg.current_stream()
-        z = x.exp()
-        side.wait_stream(main)
-        with side:
-            z * y
-        main.wait_stream(side)
-    graph.debug_dump(str(tmp_path / "graph.dot"))
-    text = (tmp_path / "graph.dot").read_text()
-    assert "aten::exp" in text and "aten::mul" in text and "->" in text
-
-
-def test_a_number_of_the_device_as_an_index_is_refused():
-    """x[i] with a tensor i of no dimensions asks the host for its value."""
-    a, b, i = torch.rand(5, device=DEVICE), torch.rand(5, device=DEVICE), torch.arange(5, device=DEVICE)[3]
-    with pytest.raises(torch.AcceleratorError, match="not permitted when stream is capturing"):
-        captured(lambda: a[0].mul_(b[i]))
-    index = i.view(1)
-    graph, _ = captured(lambda: a[:1].mul_(b.index_select(0, index)))
-    expected = a[0] * b[3]
-    graph.replay()
-    assert torch.equal(a[0], expected)
 
 
 @pytest.mark.parametrize("to", ["device", "host"])
@@ -154,23 +102,12 @@ def test_another_thread_allocates_during_a_capture(mode):
 
     def body():
         y = x + x
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
+        in_threads(other)
         return y + x
 
     graph, y = captured(body, capture_error_mode=mode)
     graph.replay()
     assert done == [[1.0] * 10] and y.unique().tolist() == [3.0]
-
-
-def test_a_higher_order_operator_is_captured():
-    from torch._higher_order_ops.wrap import wrap
-
-    x = torch.rand(8, device=DEVICE)
-    graph, y = captured(lambda: wrap(lambda x: x * 2, x))
-    graph.replay()
-    assert torch.equal(y, x * 2)
 
 
 # ---- events that are nodes ----
@@ -225,38 +162,6 @@ def test_one_graph_waits_for_an_event_of_another(nested):
 # ---- several graphs ----
 
 
-def steps_of(x):
-    """Two chains, of which the second takes the first's result."""
-
-    def first():
-        y = x.clone()
-        for i in range(4):
-            y = y * 1.5 + i
-        return y
-
-    def second(y):
-        z = y.clone()
-        for i in range(4):
-            z = z - i * y
-        return z
-
-    return first, second
-
-
-@pytest.mark.parametrize("pool", ["one each", "of the first", "handle"])
-def test_two_graphs_in_a_row(pool):
-    x = torch.ones(100, device=DEVICE)
-    first, second = steps_of(x)
-    handle = torch.openreg.graph_pool_handle() if pool == "handle" else None
-    one, y = captured(first, pool=handle)
-    two, z = captured(lambda: second(y), pool=one.pool() if pool == "of the first" else handle)
-    for value in (2.0, 3.0):
-        x.fill_(value)
-        one.replay()
-        two.replay()
-        assert torch.equal(z, second(first()))
-
-
 @pytest.mark.parametrize("launch_mode", ["inline", "async"])
 def test_two_graphs_at_once(launch_mode):
     """With separate pools, they may run on two streams."""
@@ -274,22 +179,3 @@ def test_two_graphs_at_once(launch_mode):
             torch.openreg.current_stream().wait_stream(stream)
         for (_, y), each in zip(graphs, expected, strict=True):
             assert torch.equal(y, each)
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_three_graphs_in_other_orders(share):
-    """With one pool, in the order of the captures; with separate pools, in any order."""
-    x = torch.ones(100, device=DEVICE)
-    a, y = captured(lambda: x + 1)
-    pool = a.pool() if share else None
-    b, z = captured(lambda: y * 2, pool=pool)
-    c, w = captured(lambda: y - 3, pool=pool)
-    for value in (1.0, 5.0):
-        x.fill_(value)
-        for graph in (a, b, c) if share else (a, c, b):
-            graph.replay()
-        assert (z[0].item(), w[0].item()) == (2 * value + 2, value - 2)
-    x.fill_(7)
-    a.replay()
-    c.replay()
-    assert (z[0].item(), w[0].item()) == (12.0, 5.0)

@@ -1,11 +1,10 @@
 """Random numbers in graphs: the same as in eager mode, as if drawn at the launch of a replay."""
 
-import threading
-
 import pytest
 import torch
 import torch.utils.checkpoint
-from graph_kit import DEVICE, captured, settled, warmed_up
+from graph_kit import DEVICE, settled
+from kit import captured, in_threads
 from processes import python
 from torch import nn
 
@@ -73,32 +72,6 @@ def test_replays_draw_between_eager_calls(draw):
             assert torch.equal(y, each)
         else:
             assert torch.equal(draw(draw(x)), each)
-
-
-@pytest.mark.parametrize(
-    ("draw", "options"),
-    [
-        ("normal_", {}),
-        ("uniform_", {"from": -2, "to": 3}),
-        ("exponential_", {"lambd": 2.0}),
-        ("cauchy_", {}),
-        ("log_normal_", {}),
-        ("geometric_", {"p": 0.3}),
-        ("random_", {"from": 0, "to": 1000}),
-        ("bernoulli_", {"p": 0.3}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_distributions(draw, options):
-    x = torch.zeros(100, device=DEVICE)
-    graph, _ = captured(lambda: getattr(x, draw)(**options))
-    torch.openreg.manual_seed(7)
-    expected = [getattr(torch.empty_like(x), draw)(**options) for _ in range(3)]
-    torch.openreg.manual_seed(7)
-    for each in expected:
-        graph.replay()
-        assert torch.equal(x, each)
-    assert not torch.equal(expected[0], expected[1])
 
 
 @pytest.mark.parametrize(
@@ -198,45 +171,6 @@ def test_states_of_one_generator_go_on_as_in_eager_mode():
         assert [s.get_offset() for s in graphed[1:]] == [s.get_offset() for s in eager[1:]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("graphs", "generators"), [(1, 1), (3, 2), (5, 8)])
-def test_memory_of_graphs_and_their_generators(graphs, generators):
-    """Device memory that graphs and generators hold is freed with them."""
-
-    def held():
-        settled()
-        stats = torch.openreg.memory_stats(DEVICE)
-        return stats["active.all.current"], stats["active_bytes.all.current"]
-
-    before, default = held(), torch.openreg.default_generators[0]
-    states = [default.graphsafe_get_state(), *(default.clone_state() for _ in range(generators - 1))]
-    made = [torch.openreg.Graph() for _ in range(graphs)]
-    for graph in made:
-        for state in states:
-            graph.register_generator_state(state)
-        with torch.openreg.graph(graph):
-            torch.rand(1, device=DEVICE)
-        graph.replay()
-    during = held()
-    assert during[0] - before[0] <= 2 * generators, "none for each graph"
-    made.clear()
-    del graph, state, states
-    assert held() == before
-
-
-def test_generators_are_registered_in_inference_mode():
-    generator, graph = torch.Generator(DEVICE), torch.openreg.Graph()
-    with torch.inference_mode():
-        graph.register_generator_state(generator)
-    with torch.openreg.graph(graph):
-        y = torch.rand(8, device=DEVICE, generator=generator)
-    generator.manual_seed(4)
-    expected = torch.rand(8, device=DEVICE, generator=generator)
-    generator.manual_seed(4)
-    graph.replay()
-    assert torch.equal(y, expected)
-
-
 def test_eager_mode_draws_after_a_void_capture():
     torch.openreg.manual_seed(8)
     expected = torch.randn(4, device=DEVICE)
@@ -250,40 +184,7 @@ def test_eager_mode_draws_after_a_void_capture():
     assert torch.equal(y, expected)
 
 
-def test_recurrent_networks_in_turns_with_and_without_a_graph():
-    """Dropout between layers, in eager mode before and after each replay, each on its own stream."""
-    torch.manual_seed(0)
-    model = nn.LSTM(6, 6, 2, dropout=0.5).to(DEVICE)
-    x = torch.ones(4, 3, 6, device=DEVICE)
-    model(x)
-    graph, (y, _) = captured(lambda: model(x))
-    torch.openreg.manual_seed(2)
-    expected = [model(x)[0].detach() for _ in range(4)]
-    torch.openreg.manual_seed(2)
-    for i, each in enumerate(expected):
-        if i % 2:
-            graph.replay()
-        assert torch.equal(y.detach() if i % 2 else model(x)[0].detach(), each)
-
-
 # ---- the state at the launch ----
-
-
-def test_two_graphs_that_draw_run_at_once():
-    """The launch of a replay, not its run, decides which numbers it draws."""
-    graphs = [captured(lambda: torch.randn(64, device=DEVICE)) for _ in range(2)]
-    torch.openreg.manual_seed(12)
-    expected = [torch.randn(64, device=DEVICE) for _ in range(2)]
-    torch.openreg.manual_seed(12)
-    streams = [torch.openreg.Stream() for _ in range(2)]
-    with torch.openreg.launch_mode("async"):
-        with streams[0]:
-            torch.openreg._sleep(50_000_000)
-        for (graph, _), stream in zip(graphs, streams, strict=True):
-            with stream:
-                graph.replay()
-        torch.openreg.synchronize()
-    assert all(torch.equal(y, e) for (_, y), e in zip(graphs, expected, strict=True))
 
 
 @pytest.mark.parametrize("launch_mode", ["inline", "async", "sync"])
@@ -322,18 +223,14 @@ def test_threads_ask_for_the_state_while_a_replay_draws():
     generator = torch.openreg.default_generators[0]
     torch.openreg.manual_seed(1)
     torch.rand(8, device=DEVICE)
-    expected, states = generator.get_state(), []
+    expected = generator.get_state()
     with torch.openreg.launch_mode("async"):
         torch.openreg.manual_seed(1)
         torch.openreg._sleep(50_000_000)
         graph.replay()
-        threads = [threading.Thread(target=lambda: states.append(generator.get_state())) for _ in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        states = in_threads(*[generator.get_state] * 4)
         torch.openreg.synchronize()
-    assert len(states) == 4 and all(torch.equal(state, expected) for state in states)
+    assert all(torch.equal(state, expected) for state in states)
 
 
 def test_a_replay_in_another_graph_draws_in_its_order():
@@ -351,24 +248,6 @@ def test_a_replay_in_another_graph_draws_in_its_order():
 
 
 # ---- the state in a capture ----
-
-
-def test_a_generators_state_is_that_of_the_capture():
-    """graphsafe_set_state() in a capture decides which state the operators after it draw from."""
-    generator = torch.openreg.default_generators[0]
-    own = generator.graphsafe_get_state()
-    other = generator.clone_state()
-
-    def draw():
-        first = torch.rand(4, device=DEVICE)
-        generator.graphsafe_set_state(other)
-        second = torch.rand(4, device=DEVICE)
-        generator.graphsafe_set_state(own)
-        return first, second
-
-    graph, (first, second) = captured(draw)
-    graph.replay()
-    assert torch.equal(first, second) and first.abs().sum() > 0
 
 
 def test_a_capture_rewinds_a_generator():
@@ -391,33 +270,6 @@ def test_a_capture_rewinds_a_generator():
         assert torch.equal(out[1], out[2]) and not torch.equal(out[0], out[1])
         assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
         assert torch.equal(torch.rand(8, device=DEVICE), after)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_repeat_the_numbers_of_forward(reentrant):
-    x = torch.ones(64, device=DEVICE, requires_grad=True)
-
-    def f(x):
-        return nn.functional.dropout(x, 0.5) * torch.randn(64, device=DEVICE)
-
-    def step():
-        y = torch.utils.checkpoint.checkpoint(f, x, use_reentrant=reentrant, preserve_rng_state=True)
-        if reentrant:
-            x.grad = None
-            y.sum().backward()
-            return y, x.grad
-        return y, *torch.autograd.grad(y.sum(), x)
-
-    warmed_up(step)
-    torch.openreg.manual_seed(42)
-    graph, (y, grad) = captured(step)
-    for seed in (42, 43):
-        torch.openreg.manual_seed(seed)
-        expected = [t.detach().clone() for t in step()]
-        torch.openreg.manual_seed(seed)
-        graph.replay()
-        assert torch.equal(grad, y.detach()), "x is 1, so the gradient is the result"
-        assert torch.equal(y.detach(), expected[0]) and torch.equal(grad, expected[1])
 
 
 def test_a_capture_can_only_set_the_seed_that_is_set():
