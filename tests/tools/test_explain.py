@@ -10,8 +10,8 @@ from commands import command as run
 
 import openreg_ops
 from openreg_tools import dispatch
-from openreg_tools.explain import explain
 from openreg_tools.core.options import Wrong
+from openreg_tools.explain import explain
 
 log = []
 
@@ -201,7 +201,10 @@ def test_overloads():
     assert explain("sum.default").overloads == explain("add.Scalar").overloads == []
     assert explain("pow").operator == "aten::pow.Tensor_Tensor"  # the most tensors
     assert explain("max").operator == "aten::max" and "dim" in explain("max").overloads
-    assert "\nother overloads: Scalar, out, Scalar_out\nnot called (no --input); showing the path of a plain openreg" in explain("add").text()
+    assert (
+        "\nother overloads: Scalar, out, Scalar_out\nnot called (no --input); showing the path of a plain openreg"
+        in explain("add").text()
+    )
     with pytest.raises(Wrong, match=r"unknown operator 'aten::relo'; did you mean 'aten::relu'\? \(if another library"):
         explain("relo", x)
     with pytest.raises(Wrong, match="unknown operator 'aten::add.Ten'; available: aten::add.Scalar, "):

@@ -249,7 +249,11 @@ def test_another_backend_of_private_use_1(tmp_path, name):
 @pytest.mark.parametrize(
     "text, words, sentence",
     [
-        (BACKEND.replace("NAME", "toy") + "raise ValueError('why')", [], "importing its_backend failed: ValueError: why"),
+        (
+            BACKEND.replace("NAME", "toy") + "raise ValueError('why')",
+            [],
+            "importing its_backend failed: ValueError: why",
+        ),
         (BACKEND.replace("NAME", "toy") + "raise SystemExit(0)", [], "importing its_backend failed: SystemExit: 0"),
         (NEEDY, [], "; openreg is a device that is not loaded yet: --import openreg_ops before it"),
     ],
