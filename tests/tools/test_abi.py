@@ -73,7 +73,9 @@ def test_our_own_library():
 
 
 def test_every_function_that_the_headers_declare_is_stable():
-    lines = subprocess.run(["nm", "-D", "--defined-only", TORCH / "lib/libtorch_cpu.so"], capture_output=True, text=True)
+    lines = subprocess.run(
+        ["nm", "-D", "--defined-only", TORCH / "lib/libtorch_cpu.so"], capture_output=True, text=True
+    )
     exported = set(re.findall(r" [TW] ((?:torch|aoti)_\w+)$", lines.stdout, re.M))
     assert len(exported) > 300 and exported <= declared(TORCH / "include")
 
@@ -107,7 +109,10 @@ def test_without_what_it_needs(monkeypatch):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--abi", "x.so", "aten::add", "--input", "f32[1]"], "check: --abi takes a library, --require-stable and --json"),
+        (
+            ["--abi", "x.so", "aten::add", "--input", "f32[1]"],
+            "check: --abi takes a library, --require-stable and --json",
+        ),
         (["aten::add", "--require-stable"], "check: --require-stable applies to a library: give --abi LIBRARY too"),
         ([], "check: expected an operator, --explain CHECK or --abi LIBRARY"),
     ],
