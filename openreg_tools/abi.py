@@ -99,7 +99,7 @@ def _torch() -> tuple[Path, str]:
 
 
 def declared(include: Path) -> set[str]:
-    """The functions that the headers of torch's stable C interface declare."""
+    """The functions that the headers of torch's stable C interface in the folder `include` declare."""
     texts = (path.read_text() for folder in _STABLE for path in (include / folder).glob("*shim*.h"))
     return {name for text in texts for name in re.findall(r"AOTI_TORCH_EXPORT[\w\s*\\]*?\b(\w+)\s*\(", text)}
 
