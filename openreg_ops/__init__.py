@@ -26,14 +26,26 @@ import torch  # noqa: E402
 
 
 def _refuse(error: Exception) -> None:
-    """Raise the error that keeps the package from loading; `python -m openreg_ops info` reports it instead."""
+    """Raise the error that keeps the package from loading; `python -m openreg_ops info` reports it instead.
+
+    If it ends the program, Python prints its sentence alone. torch's autoload raises it again in an error of its own,
+    which would print 40 lines.
+    """
     if sys.argv[:2] == ["-m", "info"] and "openreg_ops" in sys.orig_argv:
         from openreg_tools.__main__ import main
 
         sys.argv[0] = "info"  # which imports this package again to see what it raises
         del sys.modules["openreg_ops"]
         raise SystemExit(main())
-    error.add_note("`python -m openreg_tools info` says more about this installation.")
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], shown: BaseException, trace: Any) -> None:
+        if error in (shown, shown.__cause__):
+            print(f"openreg_ops: {error}", file=sys.stderr)
+        else:
+            before(kind, shown, trace)
+
+    sys.excepthook = show
     raise error.with_traceback(None) from None  # the message is enough
 
 

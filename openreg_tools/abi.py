@@ -17,7 +17,7 @@ from openreg_tools.core.blocks import Block, Lines, Section, Text, counted, cut
 from openreg_tools.core.options import Wrong
 from openreg_tools.core.report import Report
 
-__all__ = ["Symbols", "audit"]
+__all__ = ["Symbols", "audit", "declared"]
 
 # The folders of headers that declare torch's stable C interface.
 _STABLE = ("torch/csrc/stable/c", "torch/csrc/inductor/aoti_torch/c", "torch/csrc/inductor/aoti_torch/generated")
@@ -76,12 +76,12 @@ def audit(path: str | Path) -> Symbols:
     for library in sorted((folder / "lib").glob("lib*.so")):
         if library.name.startswith(("libc10", "libtorch", "libshm")):
             exported |= dict.fromkeys(_symbols(library, "--defined-only"), library.name.removesuffix(".so"))
-    declared = _declared(folder / "include")
+    stable_names = declared(folder / "include")
     unstable: dict[str, list[str]] = {}
     for name in used:
-        if name not in declared and (_OF_TORCH.match(name) or name in exported and not name.startswith("_Z")):
+        if name not in stable_names and (_OF_TORCH.match(name) or name in exported and not name.startswith("_Z")):
             unstable.setdefault(exported.get(name, "another release of torch"), []).append(name)
-    stable = sorted(set(used) & declared)
+    stable = sorted(set(used) & stable_names)
     if not unstable and not stable:
         raise Wrong(f"{path} uses no symbol of libtorch: name the library of the package that has the kernels")
     found = {library: sorted(_demangled(names)) for library, names in sorted(unstable.items())}
@@ -98,8 +98,8 @@ def _torch() -> tuple[Path, str]:
     return folder, version[1] if version else "unknown"
 
 
-def _declared(include: Path) -> set[str]:
-    """The functions that the headers of torch's stable C interface declare."""
+def declared(include: Path) -> set[str]:
+    """The functions that the headers of torch's stable C interface in the folder `include` declare."""
     texts = (path.read_text() for folder in _STABLE for path in (include / folder).glob("*shim*.h"))
     return {name for text in texts for name in re.findall(r"AOTI_TORCH_EXPORT[\w\s*\\]*?\b(\w+)\s*\(", text)}
 

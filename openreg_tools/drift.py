@@ -97,6 +97,7 @@ class Drift(Report):
 
     @property
     def title(self) -> str:
+        """The title of the page."""
         return f"torch {self.old} to {self.new}"
 
     @property

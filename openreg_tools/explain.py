@@ -47,6 +47,7 @@ class Explanation(Report):
 
     @property
     def title(self) -> str:
+        """The title of the page."""
         return f"explain {self.operator}"
 
     @property

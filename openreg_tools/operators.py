@@ -66,6 +66,7 @@ class Operators(Report):
 
     @property
     def title(self) -> str:
+        """The title of the page."""
         return f"operators on {self.target.device}"
 
     def totals(self) -> dict[str, Counter[str]]:

@@ -117,6 +117,7 @@ class Trace(Report):
 
     @property
     def title(self) -> str:
+        """The title of the page."""
         return f"trace of {self.name or 'a program'}"
 
     def blocks(self, page: bool = False, top: int = 25, calls: bool = False) -> Iterator[Block]:

@@ -331,7 +331,7 @@ def reference_pages() -> tuple[str, str, str, str]:
         if callable(getattr(openreg_ops, name)):
             operators += _section(name, *_automatic("openreg_ops", [name]))
 
-    device = ["# torch.openreg", "", "The module of the device. Names are the same as in `torch.cuda`.", ""]
+    device = ["# torch.openreg", "", "Python interface to the device. Names are the same as in `torch.cuda`.", ""]
     parts = importlib.import_module("openreg_ops.device")
     for title, part in (
         ("Devices", parts.devices),

@@ -32,7 +32,7 @@ from openreg_tools.check.checks import ANY_LAYOUT, CHECKS, SLOW
 from openreg_tools.check.checks.derivatives import derivative
 from openreg_tools.check.report import Report, Result
 from openreg_tools.core import child
-from openreg_tools.forms import Wrong
+from openreg_tools.core.options import Wrong, unknown
 from openreg_tools.samples import Sample, sample_of
 
 # ---- the operator ----
@@ -323,7 +323,7 @@ def prepare(
     known = backend.known(name_of(op)) if known is None else known
     for name in (*only, *skip, *known):
         if name not in CHECKS:
-            raise ValueError(f"there is no check {name}; there are {', '.join(CHECKS)}, and fast for a choice")
+            raise ValueError(unknown("check", name, [*CHECKS, "fast"]))
     chosen = [name for name in CHECKS if (not only or name in only) and name not in skip]
     for what, given in (("reference", reference), ("intended_gradient", intended_gradient)):
         if given is not None and not callable(given):

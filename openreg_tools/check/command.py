@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from openreg_tools.check import run
 from openreg_tools.check.checker import Checks, prepare
 from openreg_tools.check.checks import CHECKS
 from openreg_tools.check.report import Report, Result
-from openreg_tools.forms import Wrong
+from openreg_tools.core.options import Wrong, named, unknown
 from openreg_tools.samples import dtype_of, parse
 
 
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK", help="checks to leave out")
     parser.add_argument("--abi", metavar="LIBRARY", help="instead of OP, a library such as mypkg/_C.abi3.so: which symbols "
-                        "of torch and CPython it uses that may change, and the lowest versions that it runs with")  # fmt: skip
+                        "of torch it uses that the next release may change")  # fmt: skip
     parser.add_argument("--explain", metavar="CHECK", help="instead of OP, print what a check tests, with an example")
     parser.add_argument("--require-stable", action="store_true", help="with --abi: exit with 1 if a symbol may change")
     parser.add_argument("--generate", type=forms.count, metavar="N",
@@ -118,8 +117,8 @@ def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = 
     """
     checks = prepare(
         *_asked(arguments), arguments.device, dtype=dtype_of(arguments.dtype), only=_names(arguments.only),
-        skip=_names(arguments.skip), reference=_named(arguments.reference) if arguments.reference else None,
-        intended_gradient=_named(arguments.intended_gradient) if arguments.intended_gradient else None,
+        skip=_names(arguments.skip), reference=named(arguments.reference) if arguments.reference else None,
+        intended_gradient=named(arguments.intended_gradient) if arguments.intended_gradient else None,
         started=started,
     )  # fmt: skip
     words = ["-m", "openreg_tools", "check", arguments.op, "--quiet", f"--dtype={arguments.dtype}"]
@@ -195,7 +194,7 @@ def explanation(check: str) -> str:
     page = Path(__file__).with_name("checker.md").read_text()
     sections = {text.partition("\n")[0]: text for text in page.split("\n## ")[1:]}
     if check not in sections:
-        raise Wrong(f"there is no check {check}; there are {', '.join(sections)}")
+        raise Wrong(unknown("check", check, sections))
     return sections[check].rstrip()
 
 
@@ -208,34 +207,9 @@ def _asked(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The operator and the samples."""
     dispatch.load(arguments.modules, arguments.device)
     by_name = "::" in arguments.op or ":" not in arguments.op
-    op = arguments.op if by_name else _named(arguments.op)
+    op = arguments.op if by_name else named(arguments.op)
     if arguments.samples and arguments.input:
         raise Wrong("give --samples or --input, not both")
     if arguments.samples:
-        return op, _named(arguments.samples)
+        return op, named(arguments.samples)
     return op, [parse(text) for text in arguments.input] or None
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name + ".").startswith(error.name + "."):
-            raise Wrong(f"importing {name} failed: {error}") from error
-        raise Wrong(f"there is no module {name} in the current folder or on the path") from error
-    except Exception as error:
-        raise Wrong(f"importing {name} failed: {type(error).__name__}: {error}") from error
-
-
-def _named(text: str) -> Any:
-    """Resolve ``module:name.name``."""
-    module_name, _, path = text.partition(":")
-    if not path:
-        raise Wrong(f"expected MODULE:NAME, but got {text!r}")
-    found = _module(module_name)
-    for part in path.split("."):
-        if not hasattr(found, part):
-            public = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
-            raise Wrong(f"{module_name} has no {path}" + (f"; it has {', '.join(public[:20])}" if public else ""))
-        found = getattr(found, part)
-    return found

@@ -131,8 +131,7 @@ def beside(sample: Sample, cpu: Outcome, there: Outcome) -> list[tuple[str, str]
             continue  # the call resized it
         was, expected, actual = (widened(y.view(x.dtype)) for y in (was, expected, actual))
         differ = ~(
-            torch.isclose(actual, expected, equal_nan=True)
-            | torch.isclose(actual, was, rtol=0, atol=0, equal_nan=True)
+            torch.isclose(actual, expected, equal_nan=True) | torch.isclose(actual, was, rtol=0, atol=0, equal_nan=True)
         )
         try:  # as close as results have to be
             torch.testing.assert_close(actual[differ].to(x.dtype), expected[differ].to(x.dtype), equal_nan=True)

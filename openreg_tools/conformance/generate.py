@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from openreg_tools import backends, dispatch, operators
 from openreg_tools.conformance import close_enough, schemas
@@ -375,7 +375,11 @@ class Calls:
         plain = _outcome(name, sample, close_enough.Plain("cpu"))
         if theirs and plain.error is None:
             wrong = self._off(plain, there, name, sample) if _is_separate(name, sample) else ""
-            return ("failed", wrong, "value") if wrong else ("allowed", "the device takes a layout that the CPU refuses", "")
+            return (
+                ("failed", wrong, "value")
+                if wrong
+                else ("allowed", "the device takes a layout that the CPU refuses", "")
+            )
         if ours and close_enough.OVERLAP.search(ours) and not _is_separate(name, sample):
             return "allowed", "the device refuses to write to memory that overlaps", ""
         if theirs and not custom and not schemas.is_own(name, self.device):
@@ -631,7 +635,10 @@ def search(arguments: argparse.Namespace, names: list[str]) -> GeneratedReport:
     start = time.monotonic()
     counts = shares(names, arguments.generate, arguments.seed, lambda name: schemas.is_own(name, arguments.device))
     given = {key: value for key, value in getattr(arguments, "given", {}).items() if value}
-    progress, lock = Progress(arguments.generate, "findings", quiet=getattr(arguments, "quiet", False)), threading.Lock()
+    progress, lock = (
+        Progress(arguments.generate, "findings", quiet=getattr(arguments, "quiet", False)),
+        threading.Lock(),
+    )
     report = GeneratedReport(arguments.device, arguments.seed, list(arguments.modules))
 
     def one(worker: Worker, name: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from openreg_tools.conformance.outcomes import KINDS
-from openreg_tools.core.blocks import Block, Box, Lines, Section, Table, Text
+from openreg_tools.core.blocks import Block, Lines, Section, Table, Text
 from openreg_tools.core.report import Report
 
 __all__ = ["Finding", "GeneratedReport", "Tested"]
@@ -103,7 +103,9 @@ class GeneratedReport(Report):
         return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
     def summary(self) -> str:
-        called, reached = (sum(map(bool, counts)) for counts in zip(*((t.ends, t.reached) for t in self.operators), strict=True))
+        called, reached = (
+            sum(map(bool, counts)) for counts in zip(*((t.ends, t.reached) for t in self.operators), strict=True)
+        )
         return (
             f"{len(self.operators)} operators, {called} called, the device's kernel reached in {reached}; "
             f"{self.ends().total()} cases of seed {self.seed} in {self.seconds:.0f} s, "
@@ -115,7 +117,9 @@ class GeneratedReport(Report):
             yield Text(self.title)
         yield Table([["cases", "", ""], *([n, end, ENDS[end]] for end, n in self.ends().most_common())], left=0)
         if notes := self.notes():
-            yield Section("Allowed:", [Table([["cases", "why"], *([n, note] for note, n in notes.most_common())], left=0)])
+            yield Section(
+                "Allowed:", [Table([["cases", "why"], *([n, note] for note, n in notes.most_common())], left=0)]
+            )
         never = []
         for why, names in self.never().items():
             shown = names if verbose or page else names[:6]
@@ -128,7 +132,9 @@ class GeneratedReport(Report):
                 f"FAIL {finding.operator} [{finding.kind}] {KINDS[finding.kind]}",
                 [
                     Text(f"{finding.message} {finding.call}".strip(), 4),
-                    Lines([f"    {self.command(finding)}", "", *(f"    {line}" for line in finding.source.splitlines())]),
+                    Lines(
+                        [f"    {self.command(finding)}", "", *(f"    {line}" for line in finding.source.splitlines())]
+                    ),
                 ],
             )
 
@@ -143,7 +149,10 @@ class GeneratedReport(Report):
             "notes": self.notes(),
             "never": self.never(),
             "operators": [
-                {**{k: v for k, v in dataclasses.asdict(tested).items() if k != "finding"}, "cases": tested.ends.total()}
+                {
+                    **{k: v for k, v in dataclasses.asdict(tested).items() if k != "finding"},
+                    "cases": tested.ends.total(),
+                }
                 for tested in self.operators
             ],
             "findings": [{**dataclasses.asdict(f), "command": self.command(f)} for f in self.findings],

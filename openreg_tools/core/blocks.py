@@ -112,7 +112,7 @@ class Lines:
 
 @dataclasses.dataclass
 class Table:
-    """Rows of values and `Cell`s, the head first. A page sorts and filters them.
+    """Rows of values and `Cell`s, the head first.
 
     Args:
         left: how many columns hold names, flush left.

@@ -74,8 +74,10 @@ def _remedy(said: str) -> str:
                 f"; {backend.package} has registered {backend.device} as PrivateUse1, which a process can have once: "
                 "`python -m openreg_tools` runs the tools without it"
             )
-    installed = sorted({entry.module for entry in backends.installed() if entry.module not in sys.modules})
-    return f"; if it needs a device, import that first: --import {installed[0]}" if installed else ""
+    for entry in backends.installed():
+        if entry.name in said and entry.module not in sys.modules:
+            return f"; {entry.name} is a device that is not loaded yet: --import {entry.module} before it"
+    return ""
 
 
 @contextlib.contextmanager

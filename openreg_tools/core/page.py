@@ -1,13 +1,11 @@
-"""A report as one HTML page, light and dark, without references: page.css is its style, page.js sorts and filters.
+"""A report as one HTML page, light and dark, without scripts or references; page.css is its style.
 
 Every function escapes the text that it is given.
 """
 
 from __future__ import annotations
 
-import functools
 import html
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,22 +13,18 @@ from typing import Any
 
 from openreg_tools.core.blocks import Block, Box, Cell, Lines, PageOnly, Section, Table, Text
 
-__all__ = ["data", "facts", "legend", "page"]
+__all__ = ["facts", "legend", "page"]
 
-FILTERED = 30  # rows from which a table has a field to filter them
 _NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( ([num]?s|B|[KMGT]iB))?")
 
 
-def page(title: str, blocks: Iterable[Block], script: Path | None = None) -> str:
-    """The blocks under a title; `script` runs after page.js."""
-    code = "".join(f"<script>\n{_content(path)}\n</script>" for path in (_beside("page.js"), script) if path)
-    heading = html.escape(title)
+def page(title: str, blocks: Iterable[Block]) -> str:
+    """The blocks under a title."""
+    heading, style = html.escape(title), Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{heading}</title>'
-        f"<style>\n{_content(_beside('page.css'))}\n</style></head>\n"
-        f'<body><header><h1>{heading}</h1><button id="theme" type="button" hidden></button></header>\n'
-        f"<main>{_joined(blocks)}</main>\n{code}</body></html>\n"
+        f"<style>\n{style}</style></head>\n<body><h1>{heading}</h1>\n<main>{_joined(blocks)}</main></body></html>\n"
     )
 
 
@@ -47,21 +41,6 @@ def legend(styles: Mapping[str, tuple[str, str]]) -> PageOnly:
         for style, (mark, meaning) in styles.items()
     )
     return PageOnly(f'<p class="legend">{" ".join(keys)}</p>')
-
-
-def data(name: str, value: Any) -> str:
-    """A value as JSON for the page's script, which finds it by `name`."""
-    words = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json" id="{name}">{words}</script>'
-
-
-def _beside(name: str) -> Path:
-    return Path(__file__).with_name(name)
-
-
-@functools.cache
-def _content(path: Path) -> str:
-    return path.read_text(encoding="utf-8").strip()
 
 
 def _joined(blocks: Iterable[Block]) -> str:
@@ -91,8 +70,7 @@ def _block(block: Block) -> str:
 def _table(block: Table) -> str:
     head = "".join(f"<th>{html.escape(str(cell))}</th>" for cell in block.rows[0])
     lines = "".join(f"<tr>{_row(row, block.left)}</tr>\n" for row in block.rows[1:])
-    filtered = ' class="filtered"' if len(block.rows) > FILTERED else ""
-    found = f"<table{filtered}><thead><tr>{head}</tr></thead>\n<tbody>{lines}</tbody></table>"
+    found = f"<table><thead><tr>{head}</tr></thead>\n<tbody>{lines}</tbody></table>"
     return f'<div class="scroll{" map" * block.marks}">{found}</div>'
 
 

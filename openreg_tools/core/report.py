@@ -38,7 +38,6 @@ class Report:
     """What a command found. A subclass has `title`, `blocks` and `dict`, and may have `summary` and `passed`."""
 
     title = ""
-    script: Path | None = None  # JavaScript that the page runs
 
     def blocks(self, page: bool = False, **options: Any) -> Iterable[Block]:
         """The content; `page` asks for everything, and `options` are those of the command line for a terminal."""
@@ -72,7 +71,7 @@ class Report:
     def html(self) -> str:
         """The report as one self-contained page."""
         start = [Text(self.summary())] if self.summary() else []
-        return page(self.title, [*start, *self.blocks(page=True)], self.script)
+        return page(self.title, [*start, *self.blocks(page=True)])
 
 
 # ---- writing ----

@@ -140,8 +140,8 @@ def _split(text: str) -> list[str]:
 
 
 def _tensor(match: re.Match[str], numbers: torch.Generator, device: str) -> torch.Tensor:
+    devices.usable(match[4] or device)
     place = torch.device(match[4] or device)
-    devices.usable(str(place))
     shape = [int(size) for size in match[2].split(",") if size.strip()]
     dtype = dtype_of(match[1])
     if dtype.is_floating_point or dtype.is_complex:

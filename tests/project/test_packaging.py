@@ -227,18 +227,18 @@ def test_a_value_that_makes_no_sense_is_an_error(monkeypatch):
             ]._from_environment()
         monkeypatch.setenv(name, "")
         environment.check()
-    result = python(PROPERTIES, OPENREG_DEVICE_COUNT="many")
-    assert "WrongVariable: OPENREG_DEVICE_COUNT: expected a number from 0 to 64, but got 'many'" in result.stderr
-    assert result.returncode != 0
-    result = python(PROPERTIES, OPENREG_FALLBACK_ALLOW="aten::add, nosuch")
-    rule = "expected operators such as aten::add or mylib::*, commas between"
-    said = f"OPENREG_FALLBACK_ALLOW: {rule}, but got 'aten::add, nosuch'; set it to one of these, or unset it"
-    named = [line for line in result.stderr.splitlines() if said in line]
-    assert named == [f"openreg_ops.environment.WrongVariable: {said}"]  # torch's autoload adds lines of its own
-    assert "in _from_environment" not in result.stderr  # where it was found is no help
-    result = python(PROPERTIES, OPENREG_FALLBACK_DENY="aten::nosuch")
-    assert "but got 'aten::nosuch' (no operator matches 'aten::nosuch'; " in result.stderr
-    assert "in _from_environment" not in result.stderr and "During handling" not in result.stderr
+    rules = {
+        "OPENREG_DEVICE_COUNT": ("many", "expected a number from 0 to 64, but got 'many'; set it to one of these"),
+        "OPENREG_FALLBACK_DENY": ("aten::nosuch", ", but got 'aten::nosuch' (no operator matches 'aten::nosuch'; "),
+    }
+    for name, (value, sentence) in rules.items():  # checked before anything is loaded, and when it is read
+        result = python("import torch", **{name: value})  # which loads the device
+        assert result.returncode == 1 and result.stderr.count("\n") == 1 and sentence in result.stderr
+        assert result.stderr.startswith(f"openreg_ops: {name}: expected ")
+        code = "try: import torch\nexcept RuntimeError as error: print(type(error.__cause__).__name__)"
+        assert python(code, **{name: value}).stdout == "WrongVariable\n"
+    result = python("raise ValueError('another')", OPENREG_DEVICE_COUNT="1")
+    assert result.stderr.startswith("Traceback")
 
 
 @pytest.mark.parametrize("good", ["1048576", "8GiB", "0.5 g", "512 MB", "1e9", "2t", "1b"])

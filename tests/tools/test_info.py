@@ -1,6 +1,5 @@
 """`python -m openreg_ops info`: what it says is so, and what is wrong is found, and its remedy works."""
 
-import argparse
 import importlib.metadata
 import json
 import re
@@ -10,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import command as run
 from processes import python
 
 import openreg_ops
 from openreg_ops import environment
 from openreg_ops.environment import VARIABLES
-from openreg_tools import __main__, info
+from openreg_tools import info
 
 pytestmark = pytest.mark.processes
 
@@ -38,16 +38,16 @@ def test_says_what_is_so():
     in_tensors = re.search(r"([\d.]+) MiB in tensors", report.sections["devices"]["openreg:1"])
     assert float(in_tensors[1]) == pytest.approx(torch.openreg.memory_allocated(1) / (1 << 20), abs=0.01)
     assert torch.openreg.memory_allocated(1) >= kept.nbytes
-    assert report.sections["devices"]["works"].startswith("yes")
+    assert report.sections["devices"]["self-test"].startswith("passed")
     assert torch.__version__ in report.sections["software"]["torch"]
-    assert report.sections["switched on"]["poison"].startswith("on")  # conftest.py fills memory
+    assert report.sections["settings"]["poison"].startswith("on")  # conftest.py fills memory
     with openreg_ops.fallback.policy("warn"):
-        assert info.collect().sections["switched on"]["fallback"].startswith("warn")
-    switched_on = report.sections["switched on"]
-    assert (switched_on["sanitizer"], switched_on["faults"]) == ("off", "none armed")
+        assert info.collect().sections["settings"]["fallback"].startswith("warn")
+    settings = report.sections["settings"]
+    assert (settings["sanitizer"], settings["faults"]) == ("off", "none armed")
     with torch.openreg._sanitizer.sanitize(), torch.openreg.faults.inject("copy", after=9999):
-        switched_on = info.collect().sections["switched on"]
-    assert (switched_on["sanitizer"], switched_on["faults"]) == ("on", "copy")
+        settings = info.collect().sections["settings"]
+    assert (settings["sanitizer"], settings["faults"]) == ("on", "copy")
     assert all(len(line) <= 80 or " " not in line[24:] for line in report.text().splitlines())
 
 
@@ -64,8 +64,8 @@ def test_command():
 def test_a_device_that_computes_wrongly_is_found(monkeypatch):
     monkeypatch.setattr(torch, "softmax", lambda x, dim: x if x.is_openreg else torch.nn.functional.softmax(x, dim))
     report = info.collect()
-    assert report.sections["devices"]["works"] == "no"
-    assert any(what.startswith("a small forward and backward fails") for what in problems(report))
+    assert report.sections["devices"]["self-test"] == "failed"
+    assert any(what.startswith("the self-test, a small forward and backward, fails: ") for what in problems(report))
 
 
 def test_which_package_is_installed(monkeypatch, tmp_path):
@@ -83,20 +83,13 @@ def test_no_device(monkeypatch):
     assert "there is no device" in problems(info.collect())
 
 
-def test_isolation_is_asked_of_the_extension(monkeypatch):
-    monkeypatch.setattr(openreg_ops._C, "isolation_mode", lambda: "keys", raising=False)
-    assert info.collect().sections["devices"]["isolation"] == "keys"
-    monkeypatch.delattr(openreg_ops._C, "isolation_mode")
-    assert info.collect().sections["devices"]["isolation"] == "off"
-
-
 def test_runs_where_the_package_cannot_be_imported(tmp_path):
     package = tmp_path / "openreg_ops"
     package.mkdir()
     (package / "__init__.py").write_text((ROOT / "openreg_ops/__init__.py").read_text())
     shutil.copytree(ROOT / "openreg_tools", tmp_path / "openreg_tools")
     (package / "_build.py").write_text('VERSION, TORCH_VERSION = "9.9", "2.0.0+cpu"\n')
-    result = run(tmp_path, "-m", "openreg_tools", "info", "--import", "openreg_ops")
+    result = run_in(tmp_path, "-m", "openreg_tools", "info", "--import", "openreg_ops")
     assert result.returncode == 1, result.stderr
     said = " ".join(result.stdout.split())
     assert "import openreg_ops fails: ImportError: openreg_ops was built for torch 2.0.0+cpu" in said
@@ -114,12 +107,12 @@ def not_built(tmp_path):
     return tmp_path
 
 
-def run(folder, *words):
+def run_in(folder, *words):
     return python(*words, cwd=folder, PYTHONPATH=str(folder), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
 def test_not_built_is_one_problem_with_the_remedy(not_built):
-    said = run(not_built, "-m", "openreg_tools", "info", "--import", "openreg_ops", "--json", "-").stdout
+    said = run_in(not_built, "-m", "openreg_tools", "info", "--import", "openreg_ops", "--json", "-").stdout
     # Another copy may be installed, which is a problem of its own.
     (problem,) = [each for each in json.loads(said)["problems"] if "not the installed one" not in each["problem"]]
     assert problem["problem"] == "import openreg_ops fails: ImportError: openreg_ops is not built here"
@@ -129,23 +122,11 @@ def test_not_built_is_one_problem_with_the_remedy(not_built):
 def test_without_torch(not_built):
     (not_built / "openreg_ops/_build.py").write_text('VERSION, TORCH_VERSION = "9.9", "2.0.0"\n')
     # As in an environment without it: what Python finds is the standard library alone.
-    result = run(not_built, "-S", "-m", "openreg_tools", "info", "--json", "-")
+    result = run_in(not_built, "-S", "-m", "openreg_tools", "info", "--json", "-")
     assert result.returncode == 1 and not result.stderr
     problems = {each["problem"]: each["remedy"] for each in json.loads(result.stdout)["problems"]}
     assert problems["torch is not installed"] == "pip install torch"
     assert not any("fails" in what for what in problems)
-
-
-def test_the_tools_without_the_device_say_so(not_built):
-    result = run(not_built, "-m", "openreg_tools", "operators")
-    if torch.version.cuda:  # its kernels are registered, with or without a GPU
-        assert result.returncode == 0 and "CUDA" in result.stdout
-    else:
-        sentence = "there is no accelerator here: import its package with --import, or name a device with --device"
-        assert (result.returncode, result.stdout, result.stderr) == (2, "", f"operators: {sentence}\n")
-    assert run(not_built, "-m", "openreg_tools", "operators", "-h").stdout.startswith(
-        "usage: python -m openreg_tools operators "
-    )
 
 
 @pytest.mark.parametrize("name, value", [("OPENREG_FALLBACK", "bogus"), ("OPENREG_FAULTS", "bogus")])
@@ -189,25 +170,6 @@ def test_a_folder_without_the_package(monkeypatch, tmp_path):
         found = info.Info()
         info._package(found, name, True)
         assert problems(found) == [f"{name} is not on Python's path"]
-
-
-def test_a_backend_that_cannot_be_loaded_leaves_a_line(monkeypatch, capsys):
-    class Entry:
-        name = "torch_bad"
-
-        def load(self):
-            raise ImportError("libbad.so: no such file")
-
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Entry()])
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "")  # so that it is put back where it is not set
-    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD")
-    __main__._load_backends(["operators"])
-    said = "the backend torch_bad cannot be loaded; the tools run without it: libbad.so: no such file"
-    assert capsys.readouterr().err == f"openreg_tools: {said}\n"
-    __main__._load_backends(["operators", "--import=other"])
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    __main__._load_backends(["operators"])
-    assert not capsys.readouterr().err
 
 
 def test_another_copy_than_the_installed_one(monkeypatch, tmp_path):
@@ -302,15 +264,12 @@ def test_a_device_that_does_not_describe_itself(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
     devices = info.collect().sections["devices"]
     assert devices["accelerator"].startswith("openreg") and devices["count"] == str(torch.openreg.device_count())
-    assert devices["works"].startswith("yes")
+    assert devices["self-test"].startswith("passed")
 
 
 def test_the_status_says_whether_there_are_problems(monkeypatch, capsys):
     report = info.Info()
     monkeypatch.setattr(info, "collect", lambda modules: report)
-    arguments = argparse.Namespace(modules=[], json=None)
-    assert info.main(arguments) == 0 and "no problems" in capsys.readouterr().out
+    assert run("info") == 0 and "no problems" in capsys.readouterr().out
     report.problem("it is broken", "repair it")
-    assert info.main(arguments) == 1 and "1 problem\n  - it is broken\n    Remedy: repair it" in capsys.readouterr().out
-    report.problem("it is slow", "wait")
-    assert info.main(arguments) == 1 and "2 problems" in capsys.readouterr().out
+    assert run("info") == 1 and "1 problem\n  - it is broken\n    Remedy: repair it" in capsys.readouterr().out

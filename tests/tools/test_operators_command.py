@@ -1,24 +1,21 @@
 """`python -m openreg_ops operators`: its table agrees with what happens when the operators are called."""
 
-import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from commands import command
 from processes import python
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import openreg_ops
 from openreg_tools import dispatch, manifest
-from openreg_tools.conformance import opinfo
-from openreg_tools.operators import CLASSES, TRAITS, main, operators
+from openreg_tools.operators import CLASSES, TRAITS, operators
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +33,7 @@ def one(name):
     [
         ("aten::add.out", "required", ["out"]),
         ("aten::add.Tensor", "structured", []),
+        ("aten::gelu", "structured", ["backward"]),
         ("aten::add_.Tensor", "structured", ["inplace"]),
         ("aten::relu", "required", ["backward"]),
         ("aten::abs", "explicit", []),
@@ -53,6 +51,8 @@ def one(name):
 def test_class_and_traits(name, kind, traits):
     entry = one(name)
     assert (entry.kind, list(entry.traits)) == (kind, traits)
+    needs = {"aten::add.Tensor": ("aten::add.out",), "aten::gelu": ("aten::gelu.out", "aten::gelu_backward")}
+    assert entry.needs == needs.get(name, entry.needs)
 
 
 def test_the_to_do_list_has_what_a_backend_writes():
@@ -67,11 +67,6 @@ def test_the_to_do_list_has_what_a_backend_writes():
     assert len(elsewhere) > 100
     sparse = operators(key="SparsePrivateUse1", pattern="^aten::_(indices|values)$").entries
     assert {entry.kind for entry in sparse} == {"required"}
-
-
-def test_needs():
-    assert one("aten::add.Tensor").needs == ("aten::add.out",)
-    assert one("aten::gelu").needs == ("aten::gelu.out", "aten::gelu_backward")
 
 
 def test_classes_agree_with_torchgen_and_the_dispatcher():
@@ -150,50 +145,6 @@ def test_what_is_refused_raises():
     assert not wrong
 
 
-class Seen(TorchDispatchMode):
-    """The operators that reach the device below autograd."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-def run_samples(every):
-    seen = Seen()
-    for op in list(opinfo.database().values())[::every]:
-        if torch.float32 not in op.supported_dtypes("cpu"):
-            continue
-        for sample in itertools.islice(op.sample_inputs("cpu", torch.float32), 1):
-            mover = opinfo.Mover("openreg")
-            try:
-                arguments = mover(sample.input), mover(tuple(sample.args)), mover(sample.kwargs)
-                with seen:
-                    op(arguments[0], *arguments[1], **arguments[2])
-            except RuntimeError:
-                pass  # which samples the CPU refuses too is tests/aten/test_opinfo.py's matter
-    return seen.names
-
-
-@pytest.mark.parametrize(
-    "forced", [(), ("aten::add.out", "aten::mul.out", "aten::mm.out", "aten::clone", "aten::exp.out")]
-)
-def test_what_falls_back_is_what_the_report_lists(forced):
-    """Over a tenth of OpInfo: an operator is in the fallback's report if and only if the table says fallback."""
-    with openreg_ops.fallback.force(*forced):
-        openreg_ops.fallback.reset()
-        seen = run_samples(10)
-        fell = {record.operator for record in openreg_ops.fallback.report()}
-        table = {entry.name: entry.has for entry in operators(namespaces=()).entries}
-    assert len(seen) > 80
-    assert {name for name in seen if table[name] == "fallback"} <= fell
-    assert all(table[name] == "fallback" for name in fell)
-    assert set(forced) & fell or not forced
-
-
 @pytest.fixture
 def library():
     library = torch.library.Library("test_operators", "DEF")
@@ -270,60 +221,61 @@ torch.utils.rename_privateuse1_backend("NAME")
 library = torch.library.Library("aten", "IMPL")
 library.impl("relu", lambda x: x, "PrivateUse1")
 """
-
-
-def _operators_of_toy(tmp_path, package, name):
-    (tmp_path / "toy_backend.py").write_text(textwrap.dedent(BACKEND.replace("NAME", name)))
-    command = (package, "operators", "--import", "toy_backend", "--device", name, "--ops", "^aten::(relu|mm.out)$")
-    path = os.pathsep.join([str(tmp_path), str(Path(openreg_ops.__file__).parents[1])])
-    return python("-m", *command, "--json", "-", cwd=tmp_path, PYTHONPATH=path)
-
-
-@pytest.mark.parametrize("name", ["toy", "openreg"])
-def test_another_backend_of_private_use_1(tmp_path, name):
-    """In openreg's place; also one that bears openreg's name."""
-    result = _operators_of_toy(tmp_path, "openreg_tools", name)
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
-    assert {e["name"]: e["has"] for e in report["operators"]} == {"aten::relu": "own", "aten::mm.out": "refused"}
-    assert "toy_backend.py" in report["operators"][1]["where"]
-
-
 NEEDY = """
 import torch
 print("imported")
-library = torch.library.Library("needy", "DEF")
-library.define("f(Tensor x) -> Tensor")
-library.impl("f", lambda x: x + ones, "CompositeExplicitAutograd")
 ones = torch.ones(2, device="openreg")
 """
 
 
-def test_a_module_that_uses_the_device_at_import(tmp_path):
-    """`python -m openreg_tools` loads the installed device first, and what the module prints is not in the report."""
-    (tmp_path / "needy.py").write_text(NEEDY)
-    words = ("operators", "--import", "needy", "--device", "openreg", "--ops", "^aten::relu$", "--json", "-")
-    result = python("-m", "openreg_tools", *words, cwd=tmp_path)
-    assert [each["name"] for each in json.loads(result.stdout)["operators"]] == ["aten::relu"]
-    assert result.stderr.count("imported") == 1
-    (tmp_path / "needy.py").write_text(NEEDY + 'raise ValueError("the reason")')
-    result = python("-m", "openreg_tools", *words, cwd=tmp_path)
-    assert result.returncode == 2 and "importing needy failed: ValueError: the reason\n" in result.stderr
+def run_with_module(tmp_path, text, *words, package="openreg_tools", device="openreg"):
+    """What `operators` says in a process of its own with the module ``its_backend``."""
+    (tmp_path / "its_backend.py").write_text(text)
+    path = os.pathsep.join([str(tmp_path), str(Path(openreg_ops.__file__).parents[1])])
+    words = (*words, "--import", "its_backend", "--device", device, "--ops", "^aten::(relu|mm.out)$", "--json", "-")
+    return python("-m", package, "operators", *words, cwd=tmp_path, PYTHONPATH=path)
+
+
+@pytest.mark.parametrize("name", ["toy", "openreg"])
+def test_another_backend_of_private_use_1(tmp_path, name):
+    """In openreg's place; also one that has openreg's name."""
+    result = run_with_module(tmp_path, BACKEND.replace("NAME", name), device=name)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert {e["name"]: e["has"] for e in report["operators"]} == {"aten::relu": "own", "aten::mm.out": "refused"}
+    assert "its_backend.py" in report["operators"][1]["where"]
 
 
 @pytest.mark.parametrize(
-    "then, words, reason",
+    "text, words, sentence",
     [
-        ('raise ValueError("the reason")', [], "importing toy_backend failed: ValueError: the reason"),
-        ("", ["--import", "missing"], "importing missing failed: ModuleNotFoundError: No module named 'missing'"),
-        ("raise SystemExit(0)", [], "importing toy_backend failed: SystemExit: 0"),
+        (
+            BACKEND.replace("NAME", "toy") + "raise ValueError('why')",
+            [],
+            "importing its_backend failed: ValueError: why",
+        ),
+        (BACKEND.replace("NAME", "toy") + "raise SystemExit(0)", [], "importing its_backend failed: SystemExit: 0"),
+        (NEEDY, [], "; openreg is a device that is not loaded yet: --import openreg_ops before it"),
     ],
+    ids=["raises", "exits", "needs a device"],
 )
-def test_a_backend_that_fails_after_it_has_registered_its_device(tmp_path, then, words, reason):
-    (tmp_path / "toy_backend.py").write_text(BACKEND.replace("NAME", "toy") + then)
-    command = ("openreg_tools", "operators", "--import", "toy_backend", *words, "--device", "toy")
-    result = python("-m", *command, cwd=tmp_path)
-    assert (result.returncode, result.stderr) == (2, f"operators: {reason}\n")
+def test_a_module_that_cannot_be_imported(tmp_path, text, words, sentence):
+    result = run_with_module(tmp_path, text, *words, device="toy")
+    assert (result.returncode, result.stdout) == (2, "") and result.stderr.splitlines()[-1].endswith(sentence)
+
+
+def test_a_module_that_uses_the_device_at_import(tmp_path):
+    """What it prints is not in the report."""
+    result = run_with_module(tmp_path, NEEDY, "--import", "openreg_ops")
+    assert len(json.loads(result.stdout)["operators"]) == 2 and result.stderr.count("imported") == 1
+
+
+def test_the_device_has_the_place_of_another_backend(tmp_path):
+    """`python -m openreg_ops` has registered openreg, and says which command runs without it."""
+    result = run_with_module(tmp_path, BACKEND.replace("NAME", "toy"), package="openreg_ops", device="toy")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "openreg_ops has registered openreg as PrivateUse1, which a process can have once" in result.stderr
+    assert result.stderr.endswith("`python -m openreg_tools` runs the tools without it\n")
 
 
 def test_imports_with_a_closed_stdout(tmp_path):
@@ -333,51 +285,26 @@ def test_imports_with_a_closed_stdout(tmp_path):
     assert (tmp_path / "found.json").read_text()
 
 
-def test_the_device_has_the_place_of_another_backend(tmp_path):
-    """`python -m openreg_ops` has registered openreg, and says which command runs without it."""
-    result = _operators_of_toy(tmp_path, "openreg_ops", "toy")
-    assert (result.returncode, result.stdout) == (2, "")
-    words = "operators --import toy_backend --device toy"
-    assert "a process has one PrivateUse1 backend, here openreg" in result.stderr
-    assert f"run `python -m openreg_tools {words} " in result.stderr
+def test_command(capsys, tmp_path):
+    def said(status, *words):
+        assert command("operators", *words) == status
+        return capsys.readouterr().out
 
-
-def command(capsys, monkeypatch, *words):
-    import argparse
-
-    from openreg_tools.operators import add_arguments
-
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    status = main(parser.parse_args(words))
-    return status, capsys.readouterr()
-
-
-def test_command(capsys, monkeypatch, tmp_path):
-    status, said = command(capsys, monkeypatch, "--required", "--missing", "--html", str(tmp_path / "page.html"))
-    assert status == 0 and "aten::_resize_output_ " in said.out and "cudnn" not in said.out
-    assert all(len(line) <= 80 for line in said.out.splitlines())
-    assert said.out.splitlines()[-3].split() == ["own", "shared", "composite", "fallback", "refused", "all"]
-    assert said.out.splitlines()[-1].startswith("all  ")
+    out = said(0, "--required", "--missing", "--html", tmp_path / "page.html")
+    assert "aten::_resize_output_ " in out and "cudnn" not in out and all(len(line) <= 80 for line in out.splitlines())
+    assert out.splitlines()[-3].split() == ["own", "shared", "composite", "fallback", "refused", "all"]
+    assert out.splitlines()[-1].startswith("all  ")
     assert "aten::_resize_output_</th>" in (tmp_path / "page.html").read_text()
-    status, said = command(capsys, monkeypatch, "--elsewhere", "--ops", "rnn")
-    assert status == 0 and "aten::_cudnn_rnn " in said.out
-    status, said = command(capsys, monkeypatch, "--ops", "^aten::(add|square)", "--optional", "--json", "-")
-    found = {entry["name"]: entry["kind"] for entry in json.loads(said.out)["operators"]}
+    assert "aten::_cudnn_rnn " in said(0, "--elsewhere", "--ops", "rnn")
+    report = json.loads(said(0, "--ops", "^aten::(add|square)", "--optional", "--json", "-"))
+    found = {entry["name"]: entry["kind"] for entry in report["operators"]}
     assert found["aten::add.Scalar"] == "explicit" and found["aten::square"] == "implicit"
-    assert status == 0 and set(found.values()) == {"explicit", "implicit"}
-    status, said = command(capsys, monkeypatch, "--ops", "zzzz")
-    assert status == 2 and said.err == "operators: nothing matches --ops 'zzzz'\n"
-    assert command(capsys, monkeypatch, "--ops", "cudnn_rnn", "--optional")[0] == 0  # matches, and none is left
-    with pytest.raises(SystemExit):
-        command(capsys, monkeypatch, "--ops", "(")
+    assert set(found.values()) == {"explicit", "implicit"}
+    assert "aten::add" not in said(0, "--ops", "^aten::add", "--totals")
+    assert "\nopenreg::rms_norm " in said(0, "--namespaces", "all", "--ops", "rms_norm")
+    said(0, "--ops", "cudnn_rnn", "--optional")  # matches, and none is left
+    assert command("operators", "--ops", "(") == 2
     assert "argument --ops: '(' is not a regular expression: missing )" in capsys.readouterr().err
-    status, said = command(capsys, monkeypatch, "--device", "nope")
-    assert status == 2 and "there is no device nope" in said.err
-    status, said = command(capsys, monkeypatch, "--key", "PrivatUse1")
-    assert status == 2 and "there is no dispatch key PrivatUse1" in said.err
-    status, said = command(capsys, monkeypatch, "--namespaces", "aten", "nope")
-    assert status == 2 and "there are no operators of nope" in said.err
 
 
 def test_manifest_of_this_torch_ships():
