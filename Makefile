@@ -49,7 +49,7 @@ suites: install
 	$(BIN)/pytest tests/suites $(ARGS)
 
 bench: install
-	$(BIN)/python -P -m openreg_ops bench $(ARGS)
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 # Without ARGS, 2000 generated calls follow.
 conformance: install

@@ -53,6 +53,8 @@ TESTS = {
     "openreg_ops/inductor/": "tests/graph",
     "openreg_ops/sanitizer/": "tests/runtime/test_*sanitizer.py tests/backend/test_collectives.py",
     "openreg_ops/schedules/": "tests/runtime/test_schedule*.py tests/backend/test_schedules_of_ranks.py",
+    "openreg_ops/tools/": "tests/tools/test_new_package.py",
+    "openreg_ops/torch_patches/": "tests/backend",
     "openreg_tools/": "tests/tools",
     "openreg_tools/core/": "tests/tools/test_core.py tests/tools/test_child.py tests/tools/test_check*.py tests/tools/test_comp*.py",
     "openreg_tools/conformance/": "tests/tools/test_conformance*.py tests/tools/test_schemas.py",

@@ -1,5 +1,5 @@
-// Operators whose small-tensor latency matters: the CPU kernels that the boxed path calls, without boxing (`python -m
-// openreg_ops bench` measures the gain).
+// Operators whose small-tensor latency matters: the CPU kernels that the boxed path calls, without boxing (`make bench`
+// measures the gain).
 #include "aten/direct.h"
 
 #include "aten/deferred/plan.h"

@@ -19,5 +19,5 @@ from __future__ import annotations
 # The operators that Inductor decomposes, with their backward, and fuses with the code around them. The others, and all
 # of them in eager mode, run the device's own kernel. You may change it at any time; it applies to graphs compiled from
 # then on. You may add "rms_norm"; any other name is an error. The default is the faster choice:
-# `python -m openreg_ops bench compiled --only decompositions`.
+# `make bench ARGS="compiled --only decompositions"`.
 decompositions: set[str] = {"rotary_embedding", "swiglu"}
