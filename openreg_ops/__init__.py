@@ -117,7 +117,6 @@ from openreg_ops.cpp_extension import cmake_prefix_path, include_paths, library_
 from openreg_ops.meta import *  # noqa: E402, F403
 from openreg_ops.optim import AdamW  # noqa: E402
 from openreg_ops.tools.backend import Openreg  # noqa: E402
-from openreg_ops.torch_patches.tags import get_tag, set_tag  # noqa: E402
 
 autograd = autograd_fallback  # the same module under a shorter name
 
@@ -134,12 +133,10 @@ __all__ = [
     "autograd_fallback",
     "cmake_prefix_path",
     "fallback",
-    "get_tag",
     "include_paths",
     "library_paths",
     "meta",
     "optim",
-    "set_tag",
     *meta.__all__,
 ]
 

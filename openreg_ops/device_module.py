@@ -16,11 +16,9 @@ from openreg_ops.device import (
     graphs,
     memory,
     nvtx,
-    profiler,
     random,
     streams,
     sync_debug,
-    tensor_types,
     usage,
 )
 from openreg_ops.device.device_index import device_index
@@ -34,15 +32,14 @@ def register() -> None:
     module = types.ModuleType(f"torch.{identity.module}", "The openreg device, as torch.cuda is CUDA's.")
     # The public names of these modules are also names of torch.openreg.
     flat = {"amp": amp, "graphs": graphs, "memory": memory, "random": random, "streams": streams}
-    public = (devices, *flat.values(), usage, sync_debug, tensor_types)
+    public = (devices, *flat.values(), usage, sync_debug)
     for part in public:
         for name in part.__all__:
             setattr(module, name, getattr(part, name))
-    others = {"faults": faults, "nvtx": nvtx, "profiler": profiler, "sparse": tensor_types.sparse}
+    others = {"faults": faults, "nvtx": nvtx, "_gpu_trace": _gpu_trace, "_sanitizer": sanitizer}
     # csrc/bindings/device.cpp imports sync_debug by this name.
     sys.modules["openreg_ops.openreg.sync_debug"] = sync_debug
-    private = {"_gpu_trace": _gpu_trace, "_sanitizer": sanitizer}
-    for name, part in {**flat, **others, **private}.items():
+    for name, part in {**flat, **others}.items():
         setattr(module, name, part)
         sys.modules[f"torch.{identity.module}.{name}"] = part
     module.reset_device = faults.reset_device

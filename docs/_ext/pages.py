@@ -306,7 +306,6 @@ def reference_pages() -> tuple[str, str, str, str]:
     own += _module("Fallback", "openreg_ops.fallback")
     own += _module("Autograd fallback", "openreg_ops.autograd_fallback")
     own += _section("Optimizer", *_automatic("openreg_ops", ["AdamW"]))
-    own += _section("Tags", *_automatic("openreg_ops", ["get_tag", "set_tag"]))
     own += _section("Building packages", *_automatic("openreg_ops", ["include_paths", "library_paths"]))
     own[-2:-2] = [".. autodata:: openreg_ops.cpp_extension.cmake_prefix_path", "   :no-value:", ""]
     own += _module("Device-type tests", "openreg_ops.testing.device_type", ["OpenregTestBase", "install"])
@@ -359,7 +358,6 @@ def reference_pages() -> tuple[str, str, str, str]:
     for title, module in (
         ("Memory history", "torch.openreg.memory"),
         ("Faults", "torch.openreg.faults"),
-        ("Profiler", "torch.openreg.profiler"),
         ("NVTX", "torch.openreg.nvtx"),
         ("Sanitizer", "torch.openreg._sanitizer"),
     ):

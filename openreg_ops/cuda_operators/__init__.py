@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from openreg_ops import _C
-from openreg_ops.cuda_operators import attention, batch_norm, cells, int4, others, products, semi_structured
+from openreg_ops.cuda_operators import attention, batch_norm, cells, int4, others, products
 from openreg_ops.cuda_operators.missing import MISSING
 from openreg_ops.cuda_operators.registry import KERNELS, without_autocast
 from openreg_ops.identity import identity
@@ -25,7 +25,6 @@ __all__ = [
     "others",
     "products",
     "register",
-    "semi_structured",
 ]
 
 _library = torch.library.Library("aten", "IMPL", identity.dense)
@@ -36,5 +35,4 @@ def register() -> None:
     for name, function in KERNELS.items():
         _library.impl(name, without_autocast(function))
     _C.set_missing_reasons(MISSING)
-    semi_structured.accept_the_device()
     after_import("torch._meta_registrations", products.correct_baddbmm)

@@ -121,8 +121,8 @@ def batch_norm_gather_stats(
     return batch_norm_gather_stats_with_counts(input, mean, invstd, running_mean, running_var, momentum, eps, counts)
 
 
-@kernel("batch_norm_elemt.out")
-def batch_norm_elemt_out(
+@kernel("batch_norm_elemt", "batch_norm_elemt.out")
+def batch_norm_elemt(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -130,12 +130,13 @@ def batch_norm_elemt_out(
     invstd: Tensor,
     eps: float,
     *,
-    out: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
     """(input - mean) * invstd * weight + bias."""
     op = "batch_norm_elemt"
     _expect_input(op, input)
     _expect_channels(op, input, {"mean": mean, "invstd": invstd}, {"weight": weight, "bias": bias})
+    out = torch.empty_like(input) if out is None else out
     _expect_real(op, "out", out)
     says = f"{op}: expected out of shape {list(input.shape)}, the same as input, but got {list(out.shape)}"
     expect(out.shape == input.shape, says)
@@ -145,15 +146,6 @@ def batch_norm_elemt_out(
     if bias is not None:
         result = result + _channels(bias, input)
     return out.copy_(result)
-
-
-@kernel("batch_norm_elemt")
-def batch_norm_elemt(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
-) -> Tensor:
-    """(input - mean) * invstd * weight + bias."""
-    _expect_input("batch_norm_elemt", input)
-    return batch_norm_elemt_out(input, weight, bias, mean, invstd, eps, out=torch.empty_like(input))
 
 
 @kernel("batch_norm_backward_reduce")

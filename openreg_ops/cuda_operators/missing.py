@@ -48,6 +48,18 @@ REASONS: dict[str, tuple[str, ...]] = {
         "miopen_rnn",
         "miopen_rnn_backward",
     ),
+    "2:4 sparsity has formats of NVIDIA's tensor cores; multiply the dense matrix, which has the same product": (
+        "_cslt_compress",
+        "_cslt_sparse_mm",
+        "_cslt_sparse_mm_search",
+        "_sparse_semi_structured_addmm",
+        "_sparse_semi_structured_apply",
+        "_sparse_semi_structured_apply_dense",
+        "_sparse_semi_structured_linear",
+        "_sparse_semi_structured_mm",
+        "_sparse_semi_structured_tile",
+        "_to_sparse_semi_structured",
+    ),
     "It launches a Triton kernel of CUDA's; call torch.nn.functional.scaled_dot_product_attention": (
         "_triton_multi_head_attention",
         "_triton_scaled_dot_attention",

@@ -22,7 +22,7 @@ def masked_scale(self: Tensor, mask: Tensor, scale: float) -> Tensor:
     return self * mask * scale
 
 
-@kernel("_conv_depthwise2d")
+@kernel("_conv_depthwise2d", "_conv_depthwise2d.out")
 def conv_depthwise2d(
     self: Tensor,
     weight: Tensor,
@@ -31,26 +31,12 @@ def conv_depthwise2d(
     stride: list[int],
     padding: list[int],
     dilation: list[int],
-) -> Tensor:
-    """A convolution in which each channel of `self` has filters of its own."""
-    return torch.conv2d(self, weight, bias, stride, padding, dilation, self.size(1))
-
-
-@kernel("_conv_depthwise2d.out")
-def conv_depthwise2d_out(
-    self: Tensor,
-    weight: Tensor,
-    kernel_size: list[int],
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
     *,
-    out: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The same as `conv_depthwise2d`; `out` is resized."""
+    """A convolution in which each channel of `self` has filters of its own; `out` is resized."""
     result = torch.conv2d(self, weight, bias, stride, padding, dilation, self.size(1))
-    return out.resize_(result.shape).copy_(result)
+    return result if out is None else out.resize_(result.shape).copy_(result)
 
 
 @kernel("conv_depthwise3d")

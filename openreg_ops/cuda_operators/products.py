@@ -20,8 +20,8 @@ def _expect_dtypes(first: Tensor, second: Tensor, out_dtype: torch.dtype, unequa
     )
 
 
-def _expect_out(out: Tensor, out_dtype: torch.dtype) -> None:
-    expect(out.dtype == out_dtype, "out_dtype must be the same as the dtype of the provided out tensor")
+def _expect_out(out: Tensor | None, out_dtype: torch.dtype) -> None:
+    expect(out is None or out.dtype == out_dtype, "out_dtype must be the same as the dtype of the provided out tensor")
 
 
 def _expect_matrices(first: Tensor, second: Tensor, name: str) -> None:
@@ -34,54 +34,46 @@ def _expect_matrices(first: Tensor, second: Tensor, name: str) -> None:
     )
 
 
-@kernel("mm.dtype")
-def mm(self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`self @ mat2`, accumulated in float32 for half types and returned as `out_dtype`."""
-    _expect_matrices(self, mat2, "self")
-    _expect_dtypes(self, mat2, out_dtype, "input dtypes must be the same")
-    return torch.mm(self.to(out_dtype), mat2.to(out_dtype))
+def _wide(out_dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    return [x.to(out_dtype) for x in tensors]
 
 
-@kernel("mm.dtype_out")
-def mm_out(self: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
-    """The same as `mm`; unlike other operators, CUDA's does not resize `out`."""
+@kernel("mm.dtype", "mm.dtype_out")
+def mm(self: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+    """`self @ mat2`, accumulated in float32 for half types and returned as `out_dtype`. Unlike other operators, CUDA's
+    does not resize `out`."""
     _expect_matrices(self, mat2, "self")
     _expect_out(out, out_dtype)
     _expect_dtypes(self, mat2, out_dtype, "input dtypes must be the same")
-    expect(out.dim() == 2, "tensors must be 2-D")
-    expect(out.size(0) == self.size(0), "self_ dim 0 must match mat1 dim 0")
-    expect(out.size(1) == mat2.size(1), "self_ dim 1 must match mat2 dim 1")
-    return torch.mm(self.to(out_dtype), mat2.to(out_dtype), out=out)
+    if out is not None:
+        expect(out.dim() == 2, "tensors must be 2-D")
+        expect(out.size(0) == self.size(0), "self_ dim 0 must match mat1 dim 0")
+        expect(out.size(1) == mat2.size(1), "self_ dim 1 must match mat2 dim 1")
+    return torch.mm(*_wide(out_dtype, self, mat2), out=out)
 
 
-def _expect_addmm(self: Tensor, mat1: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> None:
+@kernel("addmm.dtype", "addmm.dtype_out")
+def addmm(
+    self: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`beta * self + alpha * mat1 @ mat2`; `self` broadcasts and has either dtype."""
     _expect_matrices(mat1, mat2, "mat1")
     _expect_dtypes(
         mat1, mat2, out_dtype, f"mat1 and mat2 must have the same dtype, but got {mat1.dtype} and {mat2.dtype}"
     )
     expect(self.dtype in (out_dtype, mat1.dtype), "self dtype must match either out_dtype or mat1 dtype")
-
-
-@kernel("addmm.dtype")
-def addmm(
-    self: Tensor, mat1: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    """`beta * self + alpha * mat1 @ mat2`; `self` broadcasts and has either dtype."""
-    _expect_addmm(self, mat1, mat2, out_dtype)
-    return torch.addmm(self.to(out_dtype), mat1.to(out_dtype), mat2.to(out_dtype), beta=beta, alpha=alpha)
-
-
-@kernel("addmm.dtype_out")
-def addmm_out(
-    self: Tensor, mat1: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Tensor
-) -> Tensor:
-    """The same as `addmm`."""
-    _expect_addmm(self, mat1, mat2, out_dtype)
     _expect_out(out, out_dtype)
-    return torch.addmm(self.to(out_dtype), mat1.to(out_dtype), mat2.to(out_dtype), beta=beta, alpha=alpha, out=out)
+    return torch.addmm(*_wide(out_dtype, self, mat1, mat2), beta=beta, alpha=alpha, out=out)
 
 
-def _expect_batches(batch1: Tensor, batch2: Tensor, out_dtype: torch.dtype, added: Tensor | None = None) -> None:
+def _expect_batches(batch1: Tensor, batch2: Tensor, out_dtype: torch.dtype, added: Tensor | None) -> None:
     expect(batch1.dim() == 3, "batch1 must be a 3D tensor")
     expect(batch2.dim() == 3, "batch2 must be a 3D tensor")
     batches, _, inner = batch1.shape
@@ -96,37 +88,16 @@ def _expect_batches(batch1: Tensor, batch2: Tensor, out_dtype: torch.dtype, adde
         expect(added.shape == (batches, batch1.size(1), batch2.size(2)), "self must have the same shape as the output")
 
 
-@kernel("bmm.dtype")
-def bmm(self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`self @ mat2` for each matrix of a batch."""
-    _expect_batches(self, mat2, out_dtype)
-    return torch.bmm(self.to(out_dtype), mat2.to(out_dtype))
-
-
-@kernel("bmm.dtype_out")
-def bmm_out(self: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
-    """The same as `bmm`; `out` is not resized."""
+@kernel("bmm.dtype", "bmm.dtype_out")
+def bmm(self: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+    """`self @ mat2` for each matrix of a batch; `out` is not resized."""
     _expect_batches(self, mat2, out_dtype, out)
     _expect_out(out, out_dtype)
-    return torch.bmm(self.to(out_dtype), mat2.to(out_dtype), out=out)
+    return torch.bmm(*_wide(out_dtype, self, mat2), out=out)
 
 
-def _expect_baddbmm(self: Tensor, batch1: Tensor, batch2: Tensor, out_dtype: torch.dtype) -> None:
-    _expect_batches(batch1, batch2, out_dtype, self)
-    expect(self.dtype in (out_dtype, batch1.dtype), "self dtype must match either out_dtype or batch1 dtype")
-
-
-@kernel("baddbmm.dtype")
+@kernel("baddbmm.dtype", "baddbmm.dtype_out")
 def baddbmm(
-    self: Tensor, batch1: Tensor, batch2: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    """`beta * self + alpha * batch1 @ batch2`; `self` has either dtype, and the shape of the result."""
-    _expect_baddbmm(self, batch1, batch2, out_dtype)
-    return torch.baddbmm(self.to(out_dtype), batch1.to(out_dtype), batch2.to(out_dtype), beta=beta, alpha=alpha)
-
-
-@kernel("baddbmm.dtype_out")
-def baddbmm_out(
     self: Tensor,
     batch1: Tensor,
     batch2: Tensor,
@@ -134,15 +105,15 @@ def baddbmm_out(
     *,
     beta: float = 1,
     alpha: float = 1,
-    out: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The same as `baddbmm`; `out` is not resized."""
-    _expect_baddbmm(self, batch1, batch2, out_dtype)
+    """`beta * self + alpha * batch1 @ batch2`; `self` has either dtype, and the shape of the result; `out` is not
+    resized."""
+    _expect_batches(batch1, batch2, out_dtype, self)
+    expect(self.dtype in (out_dtype, batch1.dtype), "self dtype must match either out_dtype or batch1 dtype")
     _expect_batches(batch1, batch2, out_dtype, out)
     _expect_out(out, out_dtype)
-    return torch.baddbmm(
-        self.to(out_dtype), batch1.to(out_dtype), batch2.to(out_dtype), beta=beta, alpha=alpha, out=out
-    )
+    return torch.baddbmm(*_wide(out_dtype, self, batch1, batch2), beta=beta, alpha=alpha, out=out)
 
 
 #: The products that CUDA's Inductor compiles and others refuse: what they decompose to, by overload.

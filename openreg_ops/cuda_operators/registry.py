@@ -20,11 +20,11 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 _AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(identity.autocast))
 
 
-def kernel(name: str) -> Callable[[_Function], _Function]:
-    """Add the decorated function to the table."""
+def kernel(*names: str) -> Callable[[_Function], _Function]:
+    """Add the decorated function to the table, for an overload, or for that and the one with ``out``."""
 
     def add(function: _Function) -> _Function:
-        KERNELS[name] = function
+        KERNELS.update(dict.fromkeys(names, function))
         return function
 
     return add

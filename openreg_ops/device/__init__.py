@@ -7,11 +7,9 @@ memory.py        statistics, snapshots, limits and pools of device memory
 graphs.py        work that is captured once and replayed; liveness.py finds inputs of a graph that are gone
 usage.py         how busy a device is
 sync_debug.py    set_sync_debug_mode
-tensor_types.py  FloatTensor, FloatStorage and similar classes
 random.py        the generators' states and seeds
 amp.py           what torch.autocast needs
 faults.py        torch.openreg.faults
-profiler.py      torch.openreg.profiler
 nvtx.py          torch.openreg.nvtx
-_gpu_trace.py    torch.openreg._gpu_trace
+_gpu_trace.py    callbacks for events on the device
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import NoReturn
 
 import torch
 
@@ -12,12 +11,9 @@ from openreg_ops.device import memory
 from openreg_ops.device.device_index import device_index
 
 __all__ = [
-    "clock_rate",
     "device_memory_used",
     "list_gpu_processes",
     "memory_usage",
-    "power_draw",
-    "temperature",
     "utilization",
 ]
 
@@ -48,23 +44,3 @@ def list_gpu_processes(device: torch.types.Device = None) -> str:
     used = device_memory_used(index)
     processes = f"process {os.getpid():>10d} uses {used / 2**20:>12.3f} MB GPU memory"
     return f"GPU:{index}\n{processes if used else 'no processes are running'}"
-
-
-def _meaningless(function: str, what: str, device: torch.types.Device) -> NoReturn:
-    index = device_index(device)
-    raise NotImplementedError(f"{function}: openreg:{index} is a simulated device, which has no {what}")
-
-
-def temperature(device: torch.types.Device = None) -> int:
-    """Raises NotImplementedError: a simulated device has no temperature."""
-    _meaningless("temperature", "temperature", device)
-
-
-def power_draw(device: torch.types.Device = None) -> int:
-    """Raises NotImplementedError: a simulated device draws no power."""
-    _meaningless("power_draw", "power draw", device)
-
-
-def clock_rate(device: torch.types.Device = None) -> int:
-    """Raises NotImplementedError: a simulated device has no clock."""
-    _meaningless("clock_rate", "clock", device)

@@ -4,11 +4,11 @@ autocast.py          autocast without a device's name
 backward.py          the thread that runs backward
 checkpoint.py        which device's random numbers activation checkpointing restores
 data_parallel.py     torch.nn.DataParallel and torch.nn.parallel.comm
+deepcopy.py          copy.deepcopy of a tensor's metadata
 dlpack.py            DLPack
 import_hooks.py      runs a patch when PyTorch imports a module later
 jagged_attention.py  attention of jagged nested tensors
 multiprocessing.py   tensors sent to other processes
-tags.py              copy.deepcopy of a tensor with a tag
 """
 
 from openreg_ops.torch_patches import (
@@ -16,10 +16,10 @@ from openreg_ops.torch_patches import (
     backward,
     checkpoint,
     data_parallel,
+    deepcopy,
     dlpack,
     jagged_attention,
     multiprocessing,
-    tags,
 )
 
 
@@ -30,6 +30,6 @@ def register() -> None:
     checkpoint.register()
     dlpack.register()
     multiprocessing.register()
-    tags.register()
+    deepcopy.register()
     jagged_attention.register()
     data_parallel.register()

@@ -61,6 +61,7 @@ def test_the_error_says_the_reason(reason):
     calls = {
         "cudnn_grid_sampler": lambda: aten.cudnn_grid_sampler(x, x),
         "miopen_convolution_relu": lambda: aten.miopen_convolution_relu(x, x, None, [1], [0], [1], 1),
+        "_cslt_compress": lambda: aten._cslt_compress(x),
         "_triton_scaled_dot_attention": lambda: aten._triton_scaled_dot_attention(x, x, x),
         "_scaled_dot_product_flash_attention.quantized": lambda: aten._scaled_dot_product_flash_attention.quantized(
             x, x, x, None, None, None
@@ -392,121 +393,6 @@ def test_wrong_4_bit_weights_are_refused():
     ):
         with pytest.raises(RuntimeError, match="_weight_int4pack_mm: expected"):
             call()
-
-
-# ---- 2:4 sparsity ----
-
-
-def sparse_matrix(rows, columns, dtype):
-    """Two of four elements that are not zero; for float32, one of two."""
-    group = 2 if dtype == torch.float32 else 4
-    kept = torch.rand(rows, columns // group, group).argsort(-1)[..., : group // 2]
-    values = torch.randint(1, 5, (rows, columns // group, group)) * torch.tensor([-1, 1])[torch.randint(2, (1,))]
-    mask = torch.zeros(values.shape, dtype=torch.bool).scatter_(-1, kept, True)
-    return (values * mask).view(rows, columns).to(dtype)
-
-
-@pytest.fixture(params=[False, True], ids=["cusparselt", "cutlass"])
-def form(request, monkeypatch):
-    monkeypatch.setattr(torch.sparse.SparseSemiStructuredTensor, "_FORCE_CUTLASS", request.param)
-    monkeypatch.setattr(torch.sparse.SparseSemiStructuredTensor, "_PROTOTYPE_WARNING_SHOWN", False)
-    return "cutlass" if request.param else "cusparselt"
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.float32], ids=str)
-def test_semi_structured(mode, form, dtype):
-    if dtype == torch.float32 and form == "cusparselt":
-        with pytest.raises(RuntimeError, match="is not a supported dtype"):
-            torch.sparse.to_sparse_semi_structured(torch.zeros(64, 128, device=D))
-        return
-    dense = sparse_matrix(64, 128, dtype)
-    sparse = torch.sparse.to_sparse_semi_structured(dense.to(D))
-    assert sparse.device.type == D and sparse.shape == (64, 128) and form in type(sparse).__name__.lower()
-    assert torch.equal(sparse.values().abs().float().sum().cpu(), dense.float().abs().sum())
-    wide = torch.int32 if dtype == torch.int8 else torch.float32
-
-    def right(y):
-        return (y.clamp(-128, 127) if dtype == torch.int8 else y).to(dtype)
-
-    for rows in (16, 5):
-        x = torch.randint(-1, 2, (rows, 128)).to(dtype)
-        expected = right(x.to(wide) @ dense.to(wide).T)
-        there = x.to(D)
-        assert torch.equal(torch.mm(there, sparse.t()).cpu(), expected)
-        assert torch.equal(F.linear(there, sparse).cpu(), expected)
-        assert torch.equal(torch.mm(sparse, there.t()).cpu(), expected.T)
-        assert torch.equal(F.linear(there.view(1, rows, 128), sparse).cpu(), expected[None])
-        if dtype != torch.int8:
-            bias = torch.randint(-2, 3, (64,)).to(dtype)
-            assert torch.equal(F.linear(there, sparse, bias.to(D)).cpu(), right(expected.float() + bias.float()))
-    if dtype in HALVES:
-        assert torch.equal(sparse.to_dense().cpu(), dense)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
-def test_semi_structured_refuses_what_cuda_refuses(form):
-    convert = torch.sparse.to_sparse_semi_structured
-    for message, x in {
-        "Only CUDA tensors": torch.zeros(64, 128).half(),
-        "Only 2d tensors": half(2, 64, 128),
-        "Only contiguous tensors": half(128, 64).t(),
-        "not a supported dtype": torch.zeros(64, 128, device=D).double(),
-        "must be larger (than )?or equal": half(8, 8),
-    }.items():
-        with pytest.raises(RuntimeError, match=message):
-            convert(x)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
-def test_semi_structured_modules_and_8_bit_floats():
-    module = torch.nn.Linear(128, 64, device=D, dtype=torch.float16)
-    dense = sparse_matrix(64, 128, torch.float16).to(D)
-    module.weight = torch.nn.Parameter(torch.sparse.to_sparse_semi_structured(dense), requires_grad=False)
-    x = torch.randn(8, 128, device=D).half()
-    with torch.inference_mode():
-        assert_close(module(x), F.linear(x, dense, module.bias))
-    eight = sparse_matrix(64, 128, torch.float16).to(torch.float8_e4m3fn).to(D)
-    sparse, other = torch.sparse.to_sparse_semi_structured(eight), torch.randn(32, 128).to(torch.float8_e4m3fn).to(D)
-    two, three = torch.tensor(2.0, device=D), torch.tensor(3.0, device=D)
-    found = torch._scaled_mm(sparse, other.t(), two, three, out_dtype=torch.bfloat16)
-    assert_close(found, ((eight.float() @ other.float().t()) * 6).bfloat16())
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
-@pytest.mark.parametrize("algorithm", ["", "largest_abs_values_greedy", "causal1122"])
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_pruning(mode, algorithm, dtype):
-    x = torch.randperm(128 * 128).view(128, 128).sub(8000).div(128).to(dtype).to(D)
-    for kind in (torch.sparse.SparseSemiStructuredTensorCUTLASS, torch.sparse.SparseSemiStructuredTensorCUSPARSELT):
-        sparse = kind.prune_dense_static_sort(x, algorithm)
-        eye = torch.eye(128, dtype=dtype, device=D)
-        pruned = torch.mm(sparse, eye)
-        mask = torch._sparse_semi_structured_apply_dense(torch.ones_like(x), sparse.compressed_swizzled_bitmask) != 0
-        assert torch.equal(pruned, torch.where(mask, x, 0)) and torch.equal(torch.mm(sparse.t(), eye), pruned.t())
-        tiles = mask.view(32, 4, 32, 4).permute(0, 2, 1, 3)
-        assert tiles.sum(2).max() == tiles.sum(3).max() == 2
-        if algorithm == "":
-            reference = torch.sparse._semi_structured_conversions._sparse_semi_structured_tile(x.cpu().clone())
-            kept, expected = (t.float().view(32, 4, 32, 4).sum((1, 3)) for t in (pruned.cpu(), reference))
-            assert_close(kept, expected)
-    packed = torch._sparse_semi_structured_tile(x, algorithm)
-    again = torch._sparse_semi_structured_apply(x, packed[4])
-    assert torch.equal(again[0], packed[0]) and torch.equal(again[1], packed[2])
-    with pytest.raises(RuntimeError, match='Unknown algorithm "none"'):
-        torch._sparse_semi_structured_tile(x, "none")
-
-
-def test_the_pattern_is_checked():
-    with pytest.raises(RuntimeError, match="does not match 2:4sparsity pattern"):
-        torch._to_sparse_semi_structured(half(32, 64))
-    dense = sparse_matrix(32, 64, torch.int8).to(D)
-    kept, meta = torch._to_sparse_semi_structured(dense)
-    other = torch.randint(-9, 9, (64, 16)).char().to(D)
-    found = torch._sparse_semi_structured_mm(kept, meta, other, out_dtype=torch.int32)
-    assert torch.equal(found.cpu(), dense.cpu().int() @ other.cpu().int())
-    with pytest.raises(RuntimeError, match="Expected mat1 argument to have 8 columns, but got 32"):
-        torch._sparse_semi_structured_mm(kept, meta, other[:16])
 
 
 # ---- attention ----

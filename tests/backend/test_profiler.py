@@ -240,11 +240,11 @@ def test_ranges_are_on_the_device_too(mode):
     with profile(activities=BOTH) as prof:
         with record_function("outer"):
             torch.ones(3, device="openreg")
-            with torch.openreg.profiler.range("inner {}", 1):
+            with torch.openreg.nvtx.range("inner {}", 1):
                 torch.openreg._sleep(MS)
-        torch.openreg.profiler.range_push("alone")
-        torch.openreg.profiler.mark("moment")
-        torch.openreg.profiler.range_pop()
+        torch.openreg.nvtx.range_push("alone")
+        torch.openreg.nvtx.mark("moment")
+        torch.openreg.nvtx.range_pop()
     ranges = {event.name: event.time_range for event in on_device(prof, annotations=True)}
     fill, sleep = (event.time_range for event in on_device(prof))
     assert ranges.keys() == {"outer", "inner 1"}
@@ -255,14 +255,14 @@ def test_ranges_are_on_the_device_too(mode):
 
 def test_range_pop_needs_a_range():
     with pytest.raises(RuntimeError, match=r"range_pop: this thread has no open range; call range_push\(name\) first"):
-        torch.openreg.profiler.range_pop()
+        torch.openreg.nvtx.range_pop()
 
 
 def test_emitted_ranges():
     x = torch.ones(2, 3, device="openreg", requires_grad=True)
-    with torch.openreg.profiler.emit_ranges(record_shapes=True):
+    with torch.openreg.nvtx.emit_ranges(record_shapes=True):
         with pytest.raises(RuntimeError, match="emit_ranges is not reentrant"):
-            torch.openreg.profiler.emit_ranges().__enter__()
+            torch.openreg.nvtx.emit_ranges().__enter__()
         with profile(activities=[ProfilerActivity.PrivateUse1]) as prof:
             x.mul(2).sum().backward()
     found = names(on_device(prof, annotations=True))
@@ -323,7 +323,7 @@ def test_the_profiler_without_kineto():
 
 
 def test_emitted_ranges_are_entered_again_and_left_by_what_entered():
-    emit = torch.openreg.profiler.emit_ranges
+    emit = torch.openreg.nvtx.emit_ranges
     for _ in range(2):
         with emit():
             with emit(enabled=False):

@@ -12,8 +12,6 @@ import torch
 from processes import python
 from torch._utils import get_tensor_metadata, set_tensor_metadata
 
-from openreg_ops import get_tag, set_tag
-
 D = torch.device("openreg")
 ONE = torch.device("openreg:1")
 
@@ -167,14 +165,9 @@ def test_nested_tensors_move_between_devices():
         assert dense(moved).equal(dense(x).double())
 
 
-# ---- tags: BackendMeta through TensorBackendMetaRegistry ----
+# ---- metadata: BackendMeta through TensorBackendMetaRegistry ----
 
-
-def tagged():
-    x = torch.arange(3.0, device=D)
-    set_tag(x, "weights of layer 3, é")
-    return x
-
+METADATA = {"version_number": True, "format_number": True, "é": False}
 
 KEEPS = {
     "save": round_trip,
@@ -198,31 +191,6 @@ KEEPS = {
 
 
 @pytest.mark.parametrize("name", KEEPS)
-def test_what_keeps_a_tag(name):
-    x = tagged()
-    y = KEEPS[name](x)
-    assert get_tag(y) == "weights of layer 3, é" and y.tolist() == x.tolist()
-
-
-def test_tags_are_the_tensors_own():
-    x = tagged()
-    y = x.clone()
-    set_tag(y, "another")
-    assert get_tag(x) == "weights of layer 3, é" and get_tag(y) == "another"
-    set_tag(x, None)
-    assert get_tag(x) is None and get_tag(y) == "another"
-    assert (
-        get_tag(y + 1) is None
-        and get_tag(y[1:]) is None
-        and get_tag(round_trip(x)) is None
-        and get_tag(torch.ones(3)) is None
-    )
-
-
-METADATA = {"version_number": True, "format_number": True, "é": False}
-
-
-@pytest.mark.parametrize("name", KEEPS)
 def test_what_keeps_metadata(name):
     x = torch.arange(3.0, device=D)
     assert get_tensor_metadata(x) == {}
@@ -231,20 +199,14 @@ def test_what_keeps_metadata(name):
     assert get_tensor_metadata(y) == METADATA and y.tolist() == x.tolist()
 
 
-def test_metadata_is_one_dictionary():
-    x = tagged()
-    (name,) = get_tensor_metadata(x)  # the tag's
-    set_tensor_metadata(x, METADATA | {name: True})
-    assert get_tag(x) == "weights of layer 3, é"
+def test_metadata_is_the_tensors_own():
+    x = torch.arange(3.0, device=D)
+    set_tensor_metadata(x, METADATA)
     y = x.clone()
-    set_tag(x, "other")  # of all entries, the tag changes
-    assert get_tag(x) == "other" and get_tensor_metadata(x).items() > METADATA.items()
-    set_tag(x, None)
-    assert get_tensor_metadata(x) == METADATA and get_tensor_metadata(y) == METADATA | {name: True}
     set_tensor_metadata(y, {"only": True})
-    assert get_tensor_metadata(y) == {"only": True} and get_tag(y) is None
+    assert get_tensor_metadata(x) == METADATA and get_tensor_metadata(y) == {"only": True}
     set_tensor_metadata(y, {})
-    assert get_tensor_metadata(y) == get_tensor_metadata(y + 1) == {}
+    assert get_tensor_metadata(y) == get_tensor_metadata(x + 1) == get_tensor_metadata(x[1:]) == {}
     assert get_tensor_metadata(round_trip(x, map_location="cpu")) == {}
 
 
@@ -265,15 +227,6 @@ def test_deepcopy_leaves_other_devices_alone():
         assert type(y) is type(x) and y.device == x.device and y.tolist() == x.tolist()
     with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
         copy.deepcopy(torch.ones(2, device=D, requires_grad=True) * 2)
-
-
-def test_a_tag_on_the_host_is_lost_when_saved_there():
-    assert get_tag(round_trip(tagged(), map_location="cpu")) is None
-
-
-def test_a_tag_is_for_device_tensors():
-    with pytest.raises(RuntimeError, match="set_tag: expected a tensor on openreg, but got one on cpu"):
-        set_tag(torch.ones(3), "x")
 
 
 # ---- torch.multiprocessing ----

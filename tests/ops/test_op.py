@@ -42,7 +42,8 @@ def test_function_is_a_plain_one(name):
     assert isinstance(function, FunctionType) and function.__name__ == name
     assert pickle.loads(pickle.dumps(function)) is function
     assert inspect.getdoc(function) and "return" in function.__annotations__
-    assert inspect.getsourcefile(function) == inspect.getsourcefile(inspect.getmodule(function))
+    source = inspect.getsourcefile(inspect.unwrap(function))
+    assert source == inspect.getsourcefile(inspect.getmodule(function))
     assert f"def {name}(" in inspect.getsource(function)
 
 

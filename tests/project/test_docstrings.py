@@ -18,7 +18,6 @@ MODULES = [
     "openreg_ops.fallback",
     "openreg_ops.inductor",
     "openreg_ops.optim",
-    "openreg_ops.torch_patches.tags",
     "openreg_ops.testing",
     "openreg_tools",
     "openreg_tools.abi",
@@ -34,7 +33,6 @@ MODULES = [
     "torch.openreg._sanitizer",
     "torch.openreg.faults",
     "torch.openreg.nvtx",
-    "torch.openreg.profiler",
 ]
 OPERATORS = sorted(name for name in meta.__all__ if callable(getattr(meta, name)))
 
