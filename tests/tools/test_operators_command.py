@@ -1,5 +1,6 @@
 """`python -m openreg_ops operators`: its table agrees with what happens when the operators are called."""
 
+import functools
 import json
 import os
 import re
@@ -142,13 +143,14 @@ def test_every_answer_of_the_table(library):
 
 
 def test_filters():
-    every = operators().entries
-    assert len(operators(missing=True).entries) == sum(e.has in ("fallback", "refused") for e in every)
+    some = functools.partial(operators, pattern="^aten::(_|[bcr])")
+    every = some().entries
+    assert len(some(missing=True).entries) == sum(e.has in ("fallback", "refused") for e in every)
     for trait in TRAITS:
-        found = operators(traits=[trait]).entries
+        found = some(traits=[trait]).entries
         assert found == [e for e in every if trait in e.traits] and found
-    required = operators(kinds=["required"], missing=True)
-    assert all(e.kind == "required" and e.missing for e in required.entries)
+    required = some(kinds=["required"], missing=True)
+    assert required.entries and all(e.kind == "required" and e.missing for e in required.entries)
     assert required.totals()["required"] == Counter(e.has for e in required.entries)
 
 
