@@ -149,6 +149,9 @@ def _is_operator(value: Any) -> bool:
 class _Parser(argparse.ArgumentParser):
     """A parser whose error for an unknown option prints the usage of the command that got it."""
 
+    def error(self, message: str) -> NoReturn:
+        super().error(message.replace("the following arguments are required:", "missing argument:"))
+
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         found, rest = self.parse_known_args(args, namespace)
         if rest:

@@ -40,6 +40,7 @@ def folder(tmp_path_factory):
         (["operators", "--nosuch"], "unknown option '--nosuch'; --help lists all"),
         (["operators", "--nosuch=1"], "unknown option '--nosuch'; --help lists all"),
         (["info", "extra"], "unexpected argument 'extra'"),
+        (["trace", "--calls"], "missing argument: SCRIPT.py"),
     ],
 )
 def test_words_that_the_parser_does_not_know(capsys, words, sentence):

@@ -40,6 +40,9 @@ def test_says_what_is_so():
     assert torch.openreg.memory_allocated(1) >= kept.nbytes
     assert report.sections["devices"]["self-test"].startswith("passed")
     assert torch.__version__ in report.sections["software"]["torch"]
+    package = report.sections["openreg_ops"]
+    assert package["folder"] == str(Path(openreg_ops.__file__).parent)
+    assert package["installed"].startswith(f"{importlib.metadata.version('openreg_ops')}, ")
     assert report.sections["settings"]["poison"].startswith("on")  # conftest.py fills memory
     with openreg_ops.fallback.policy("warn"):
         assert info.collect().sections["settings"]["fallback"].startswith("warn")
@@ -52,13 +55,15 @@ def test_says_what_is_so():
 
 
 def test_command():
-    result = command("--json", "-", OPENREG_DEVICE_COUNT="3", OPENREG_FALBACK="error", OPENREG_FAULTS="copy:after=9999")
+    result = command("--json", "-", OPENREG_DEVICE_COUNT="0", OPENREG_FALBACK="error", OPENREG_FAULTS="copy:after=9999")
     assert result.returncode == 1, result.stderr
     report = json.loads(result.stdout)
-    assert report["devices"]["count"] == "3"
-    found = [each["problem"] for each in report["problems"]]
-    assert "OPENREG_FALBACK is not a variable of openreg_ops" in found
-    assert "OPENREG_FAULTS makes the device fail on purpose" in found
+    assert report["devices"]["count"] == "0"
+    assert {each["problem"] for each in report["problems"]} >= {
+        "OPENREG_FALBACK is not a variable of openreg_ops",
+        "OPENREG_FAULTS makes the device fail on purpose",
+        "there is no device",
+    }
 
 
 def test_a_device_that_computes_wrongly_is_found(monkeypatch):
@@ -66,21 +71,6 @@ def test_a_device_that_computes_wrongly_is_found(monkeypatch):
     report = info.collect()
     assert report.sections["devices"]["self-test"] == "failed"
     assert any(what.startswith("the self-test, a small forward and backward, fails: ") for what in problems(report))
-
-
-def test_which_package_is_installed(monkeypatch, tmp_path):
-    """Its folder, its version, and from where."""
-    name = "openreg_ops"
-    found = info.Info()
-    info._package(found, name, True)
-    assert found.sections[name]["folder"] == str(Path(openreg_ops.__file__).parent)
-    version, _, origin = found.sections[name]["installed"].partition(", ")
-    assert version == importlib.metadata.version(name) and origin
-
-
-def test_no_device(monkeypatch):
-    monkeypatch.setattr(openreg_ops._C, "device_count", lambda: 0)
-    assert "there is no device" in problems(info.collect())
 
 
 def test_runs_where_the_package_cannot_be_imported(tmp_path):
@@ -138,8 +128,7 @@ def test_a_value_that_keeps_the_package_from_loading(name, value):
         each for each in json.loads(result.stdout)["problems"] if each["problem"].startswith(f"{name}: expected")
     ]
     assert f"but got {value!r}" in found["problem"] and found["remedy"] == "set it to one of these, or unset it"
-    result = command(package="openreg_tools", **{name: value})
-    assert f"{name}: expected" in result.stdout and "Traceback" not in result.stderr and REBUILD not in result.stdout
+    assert REBUILD not in result.stdout
 
 
 @pytest.mark.skipif(not (ROOT / "docs/environment.md").exists(), reason="needs the source tree")
@@ -200,22 +189,12 @@ def package_of_a_device(tmp_path, monkeypatch, installed, text=""):
     "installed, autoload, problem, remedy",
     [
         ("loads", True, None, None),
-        (
-            "loads",
-            False,
-            "TORCH_DEVICE_BACKEND_AUTOLOAD=0, so `import torch` does not load the device",
-            "unset it, or ",
-        ),
+        ("loads", False, "TORCH_DEVICE_BACKEND_AUTOLOAD=0, so `import torch` does not load the device", "unset it, or "),
         ("lacks", True, "device_lacks is not installed, so `import torch` does not load", "import device_lacks in the"),
-        (
-            "lacks",
-            False,
-            "device_lacks is not installed, so `import torch` does not load",
-            "import device_lacks in the",
-        ),
+        ("lacks", False, "device_lacks is not installed, so `import torch` does not load", "import device_lacks in the"),
         ("not", True, "device_not is not installed, so `import torch` does not load", "import device_not in the"),
     ],
-)
+)  # fmt: skip
 def test_a_device_that_import_torch_does_not_load(monkeypatch, tmp_path, installed, autoload, problem, remedy):
     name = package_of_a_device(tmp_path, monkeypatch, installed)
     found = info.Info()

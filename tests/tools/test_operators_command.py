@@ -1,5 +1,6 @@
 """`python -m openreg_ops operators`: its table agrees with what happens when the operators are called."""
 
+import functools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from commands import command
 from processes import python
 
 import openreg_ops
-from openreg_tools import dispatch, manifest
+from openreg_tools import manifest
 from openreg_tools.operators import CLASSES, TRAITS, operators
 
 ROOT = Path(__file__).parents[2]
@@ -84,65 +85,9 @@ def test_classes_agree_with_torchgen_and_the_dispatcher():
         if composite != (entry.kind not in ("required", "elsewhere")):
             differ.append(entry.name)
     assert not differ
-    counts = {
-        v: sum(op.kind in ("required", "elsewhere") for op in manifest.read(v).operators.values())
-        for v in ("2.13.0", "2.14.0", "2.15.0")
-    }
-    assert counts == {"2.13.0": 858, "2.14.0": 858, "2.15.0": 861}  # as `grep -c '"True", "default": "False"'` says
 
 
 # ---- agreement with calls ----
-
-
-def argument(wanted):
-    """Some value for an argument of a schema; a refusal comes before any of them is looked at."""
-    kind = str(wanted.type)
-    x = torch.ones(2, 2, device="openreg")
-    if kind.startswith("Optional"):
-        return None
-    for start, value in (
-        ("Tensor", x), ("List[Tensor", [x]), ("List[Optional[Tensor", [x]), ("number", 1), ("List[int", [1, 1]),
-        ("int", 1), ("float", 1.0), ("bool", True), ("str", "none"), ("List[bool", [True]), ("List[float", [1.0]),
-        ("List[number", [1]), ("Device", "openreg"), ("Generator", torch.Generator("openreg")), ("List[SymInt", [1]),
-        ("Stream", torch.Stream("openreg")), ("SymInt", 1), ("Layout", 0), ("ScalarType", 6), ("List[str", ["x"]),
-        ("complex", 1j),
-    ):  # fmt: skip
-        if kind.startswith(start):
-            return value * (wanted.N or 1) if isinstance(value, list) else value
-    raise AssertionError(f"no value of {kind}")
-
-
-def call(name):
-    operator, _, overload = name.partition(".")
-    schema = dispatch.schema(name)
-    packet = getattr(getattr(torch.ops, operator.partition("::")[0]), operator.partition("::")[2])
-    positional = [argument(a) for a in schema.arguments if not a.kwarg_only]
-    return getattr(packet, overload or "default")(
-        *positional, **{a.name: argument(a) for a in schema.arguments if a.kwarg_only}
-    )
-
-
-def reached_by_a_tensor(name):
-    return any(
-        "Tensor" in str(a.type) and not str(a.type).startswith("Optional") for a in dispatch.schema(name).arguments
-    )
-
-
-def test_what_is_refused_raises():
-    refused = [e for e in operators(has=["refused"]).entries if reached_by_a_tensor(e.name)]
-    assert len(refused) > 100
-    wrong = []
-    for entry in refused:
-        try:
-            call(entry.name)
-        except NotImplementedError as error:
-            if entry.name.partition(".")[0] not in str(error):
-                wrong.append((entry.name, error))
-        except Exception as error:
-            wrong.append((entry.name, error))
-        else:
-            wrong.append((entry.name, "returned"))
-    assert not wrong
 
 
 @pytest.fixture
@@ -198,13 +143,14 @@ def test_every_answer_of_the_table(library):
 
 
 def test_filters():
-    every = operators().entries
-    assert len(operators(missing=True).entries) == sum(e.has in ("fallback", "refused") for e in every)
+    some = functools.partial(operators, pattern="^aten::(_|[bcr])")
+    every = some().entries
+    assert len(some(missing=True).entries) == sum(e.has in ("fallback", "refused") for e in every)
     for trait in TRAITS:
-        found = operators(traits=[trait]).entries
+        found = some(traits=[trait]).entries
         assert found == [e for e in every if trait in e.traits] and found
-    required = operators(kinds=["required"], missing=True)
-    assert all(e.kind == "required" and e.missing for e in required.entries)
+    required = some(kinds=["required"], missing=True)
+    assert required.entries and all(e.kind == "required" and e.missing for e in required.entries)
     assert required.totals()["required"] == Counter(e.has for e in required.entries)
 
 

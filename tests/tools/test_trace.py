@@ -80,17 +80,9 @@ def test_the_same_as_without(mode):
         got = gradients()
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert rows(recorded)["aten::softplus_backward"].calls == 1
+    assert recorded.dict()["clock"] == ("events" if mode == "async" else "host")
     (backward,) = {call.thread for call in recorded.calls if call.name == "aten::softplus_backward"}
     assert (backward == recorded.calls[0].thread) == (mode == "inline")
-
-
-def test_fallbacks_are_those_of_the_report(library):
-    x = torch.ones(4, device="openreg")
-    with openreg_ops.trace() as recorded:
-        for name in ("slow", "quick", "quick"):
-            getattr(torch.ops.test_trace, name)(x)
-    fell = {record.operator: record.calls for record in openreg_ops.fallback.report()}
-    assert {name: row.calls for name, row in rows(recorded).items() if row.has == "fallback"} == fell
 
 
 def test_policies_that_change_meanwhile(library):
@@ -210,16 +202,9 @@ def test_first_calls_are_not_ranked(library):
         r"Not ranked: .*test_trace::slow.*\. Only first calls were recorded, and those may load code", said
     )
     assert "test_trace::slow" in rows(recorded), "its time is in the table all the same"
-
-
-def test_that_every_operator_has_a_kernel_is_said_only_if_all_were_ranked(library):
-    x = torch.ones(4, device="openreg")
-    for operator, every in ((torch.ops.test_trace.slow, False), (torch.Tensor.neg_, True)):
-        with openreg_ops.trace() as recorded:
-            operator(x)
-        assert not recorded.candidates
-        said = " ".join(recorded.text().split())
-        assert ("Every operator that takes time has a kernel." in said) == every == ("Not ranked" not in said)
+    with openreg_ops.trace() as recorded:
+        x.neg_()
+    assert "Every operator that takes time has a kernel." in recorded.text() and "Not ranked" not in recorded.text()
 
 
 def test_calls_are_nested_as_in_the_dispatch_trace(library):
@@ -232,22 +217,6 @@ def test_calls_are_nested_as_in_the_dispatch_trace(library):
         "  [call] op=[aten::empty.memory_format], key=[PrivateUse1]  own",
         "  [call] op=[aten::abs.out], key=[PrivateUse1]  own",
     ]
-
-
-def test_queued_work_is_timed_by_events():
-    """In launch mode async a copy returns before it is done; its device time is still its own."""
-    before = torch.openreg.get_launch_mode()
-    x = torch.ones(1 << 22, device="openreg")
-    y = torch.empty_like(x)
-    torch.openreg.set_launch_mode("async")
-    try:
-        with openreg_ops.trace() as recorded:
-            y.copy_(x)
-    finally:
-        torch.openreg.set_launch_mode(before)
-    assert recorded.dict()["clock"] == "events"
-    assert rows(recorded)["aten::copy_"].total > 1e-4  # 32 MiB at no more than 300 GB/s
-    assert torch.equal(x.cpu(), y.cpu())
 
 
 def test_times_of_events_are_seconds(monkeypatch):
@@ -316,52 +285,35 @@ def test_calls_say_inputs_module_and_stack():
 
 
 def check_events(document):
-    """Strictly, Chrome's Trace Event Format as `trace` uses it; returns the slices by track and the flows."""
+    """Checks Chrome's Trace Event Format as `trace` uses it; returns the slices by track, and the ends of the arrows."""
     document = json.loads(json.dumps(document, allow_nan=False))
-    assert set(document) == {"traceEvents", "displayTimeUnit", "baseTimeNanoseconds"}
     assert document["displayTimeUnit"] == "ns" and document["baseTimeNanoseconds"] > 1.7e18
-    fields = {
-        "M": {"ph", "pid", "tid", "ts", "name", "args"}, "X": {"ph", "pid", "tid", "ts", "dur", "name", "cat", "args"},
-        "s": {"ph", "pid", "tid", "ts", "cat", "name", "id"}, "f": {"ph", "pid", "tid", "ts", "cat", "name", "id", "bp"},
-    }  # fmt: skip
-    named = {"process_name": ("name", str), "process_sort_index": ("sort_index", int),
-             "thread_name": ("name", str), "thread_sort_index": ("sort_index", int)}  # fmt: skip
-    names, slices, flows = {}, {}, {}
+    names, slices, arrows = {}, {}, {}
     for event in document["traceEvents"]:
-        assert set(event) == fields[event["ph"]], event
-        assert type(event["pid"]) is int and type(event["tid"]) is int and type(event["name"]) is str
-        assert type(event["ts"]) in (int, float) and event["ts"] >= 0
-        assert event["pid"] >= 0 and event["tid"] > 0, "viewers take thread 0 for the idle one"
+        assert event["ts"] >= 0 and event["pid"] >= 0 and event["tid"] > 0, "viewers take thread 0 for the idle one"
         track = event["pid"], event["tid"]
+        start = round(event["ts"] * 1e3)
         if event["ph"] == "M":
-            key, kind = named[event["name"]]
-            assert list(event["args"]) == [key] and type(event["args"][key]) is kind
-            names.setdefault(track, {})[event["name"]] = event["args"][key]
+            names.setdefault(track, {})[event["name"]] = event["args"].get("name")
         elif event["ph"] == "X":
-            assert type(event["dur"]) in (int, float) and event["dur"] >= 0 and type(event["args"]) is dict
-            start = round(event["ts"] * 1e3)
             slices.setdefault(track, []).append((start, start + round(event["dur"] * 1e3), event["name"]))
         else:
-            assert event.get("bp", "e") == "e"
-            flows.setdefault(event["id"], []).append((event["ph"], track, round(event["ts"] * 1e3), event["name"]))
-    assert all(set(names[track]) == set(named) for track in slices), "every track has names"
-    for track, found in slices.items():
+            assert event["ph"] == "s" or event["bp"] == "e"
+            arrows.setdefault(event["id"], []).append((event["ph"], track, start))
+    for found in slices.values():
         around = []
         for start, end, name in sorted(found, key=lambda each: (each[0], -each[1])):
             while around and around[-1] <= start:
                 around.pop()
-            assert not around or end <= around[-1], (track, name, "slices of a track nest")
+            assert start <= end and (not around or end <= around[-1]), (name, "slices of a track nest")
             around.append(end)
-    for ends in flows.values():
-        (first, a, start, name), (last, b, end, other) = ends
-        assert (first, last) == ("s", "f") and start <= end and name == other
+    for (first, a, start), (last, b, end) in arrows.values():
+        assert (first, last) == ("s", "f") and start <= end
         for track, at in ((a, start), (b, end)):
-            assert any(s <= at <= e for s, e, _ in slices[track]), "a flow binds to a slice"
-    tracks = {f"{names[t]['process_name']}, {names[t]['thread_name']}": found for t, found in slices.items()}
-    arrows = [
-        tuple(f"{names[t]['process_name']}, {names[t]['thread_name']}" for _, t, *_ in ends) for ends in flows.values()
-    ]
-    return tracks, arrows
+            assert any(s <= at <= e for s, e, _ in slices[track]), "an arrow binds to a slice"
+    titles = {track: f"{of['process_name']}, {of['thread_name']}" for track, of in names.items()}
+    ends = [(titles[a], titles[b]) for (_, a, _), (_, b, _) in arrows.values()]
+    return {titles[track]: found for track, found in slices.items()}, ends
 
 
 @pytest.mark.parametrize("mode", ["inline", "async"])
@@ -506,16 +458,6 @@ def test_the_rank_is_remembered_when_the_program_destroys_its_process_group(tmp_
         torch.distributed.destroy_process_group()
     assert (recorded.rank, recorded.ranks) == (1, 2) and not torch.distributed.is_initialized()
     assert torch.distributed.destroy_process_group is before
-
-
-@pytest.mark.parametrize("rank, size", [(None, None), ("1", None), (None, "2"), ("", "2"), ("1", "two")])
-def test_an_environment_that_names_no_rank(monkeypatch, rank, size):
-    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
-        if value is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, value)
-    assert programs.rank() == (0, 1)
 
 
 PROGRAM_WITH_EXECUTORS = """
