@@ -14,8 +14,9 @@ import openreg_ops
 from openreg_tools import drift, pages
 from openreg_tools.check.report import Report
 from openreg_tools.check.report import Result as Checked
-from openreg_tools.compare import compare, record
+from openreg_tools.compare import Tolerance, compare
 from openreg_tools.conformance.report import Results
+from openreg_tools.core.compare import Error
 from openreg_tools.generate import report as generated
 from openreg_tools.operators import operators
 from openreg_tools.recorder import Call
@@ -211,15 +212,9 @@ def compared(library):
         torch.softmax(x @ x, 0).sum().item()
     result.note(HOSTILE)
     for i in range(100):
-        result.point(i, 2.0 ** (i % 9), 16.0, HOSTILE)
+        error = Error(2.0 ** (i % 9), (), 1.0, 2.0, 0.5, 1)
+        result.measured(HOSTILE, i, error, Tolerance("chain", 16.0))
     return result
-
-
-def parted(folder):
-    for name in ("a", "b"):
-        with record(folder / f"{name}.trace", name=HOSTILE):
-            torch.randn(3, 3, device="openreg").exp()
-    return compare(folder / "a.trace", folder / "b.trace")
 
 
 def drifted(folder):
@@ -246,7 +241,6 @@ def written(tmp_path_factory, library):
         "conformance": conformed().html(),
         "generated": found().html(),
         "compare": compared(library).html(),
-        "two traces": parted(folder).html(),
         "operators": operators("openreg", pattern="^aten::[a-m]").html(),
         "drift": drifted(folder).html(),
     }
@@ -256,7 +250,7 @@ def written(tmp_path_factory, library):
 
 
 PAGES = ("trace", "empty trace", "one call", "many calls", "queued", "check", "conformance", "generated", "compare",
-         "two traces", "operators", "drift")  # fmt: skip
+         "operators", "drift")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -298,9 +292,7 @@ class TestInBrowser:
         assert opened.run("document.title") != "run" and not opened.run("document.images.length")
         assert opened.run("performance.getEntriesByType('resource').length") == 0
 
-    @pytest.mark.parametrize(
-        "opened", ["trace", "check", "conformance", "generated", "compare", "two traces"], indirect=True
-    )
+    @pytest.mark.parametrize("opened", ["trace", "check", "conformance", "generated", "compare"], indirect=True)
     def test_names_of_the_program_are_text(self, opened):
         said = opened.run("document.body.innerText + [...document.querySelectorAll('[title]')].map((e) => e.title)")
         assert "".join(HOSTILE.split()) in "".join(said.split())
