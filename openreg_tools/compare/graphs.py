@@ -155,14 +155,12 @@ class _Graph:
     def _both(self, args: list[Any], call: Callable[[], Any]) -> Any:
         mode = self.mode
         step = _Call(self, mode.result.count(), mode.places.now(), [shown(value) for value in args])
-        copied = False
         try:
             with mode.quiet(), torch.inference_mode(False):
                 mode.synchronize()  # an error of what was launched before does not belong to this graph
                 step.given = [*map(move_to(mode.reference, mode.type, args), args)]
                 if self.drawn and not self.random:
                     step.state = default_generator(next(iter(self.drawn))).get_state()
-                copied = True
         except DEVICE_ERRORS:
             raise
         except (NotImplementedError, RuntimeError) as error:  # a subclass without memory of its own
@@ -172,24 +170,25 @@ class _Graph:
             with mode.quiet():
                 mode.synchronize()
         except Exception as error:
-            if not getattr(error, "_compared", False) and not (copied and step.raises_too(error)):
+            if not getattr(error, "_compared", False) and not step.raises_too(error):
                 error._compared = True
                 mode.result.row(self.name).calls += 1
                 step.differs("the call", f"raised {type(error).__name__}: {first_line(error)}")
             raise
-        if copied:
-            mode.result.row(self.name).calls += 1
-            try:
-                expected, written = step.run()
-            except Exception as error:
-                self._skip(f"{mode.reference} raised {type(error).__name__}: {first_line(error)}")
-                return out
-            try:
-                step.compare(args, _listed(out), expected, written)
-            except DEVICE_ERRORS:
-                raise
-            except Exception as error:  # such as a dtype that the reference cannot compare
-                self._skip(f"its results cannot be compared: {type(error).__name__}: {first_line(error)}")
+        mode.result.row(self.name).calls += 1
+        if step.given is None:
+            return out
+        try:
+            expected, written = step.run()
+        except Exception as error:
+            self._skip(f"{mode.reference} raised {type(error).__name__}: {first_line(error)}")
+            return out
+        try:
+            step.compare(args, _listed(out), expected, written)
+        except DEVICE_ERRORS:
+            raise
+        except Exception as error:  # such as a dtype that the reference cannot compare
+            self._skip(f"its results cannot be compared: {type(error).__name__}: {first_line(error)}")
         return out
 
     def _skip(self, why: str) -> None:
@@ -201,7 +200,7 @@ class _Call:
 
     def __init__(self, graph: _Graph, index: int, place: Place, inputs: list[str]) -> None:
         self.graph, self.mode, self.index, self.place, self.inputs = graph, graph.mode, index, place, inputs
-        self.given: list[Any] = []  # the arguments on the reference
+        self.given: list[Any] | None = None  # the arguments on the reference; None if they cannot be copied
         self.state: Tensor | None = None  # of the device's generator, where the reference can draw from it
 
     def run(self, fill: float = 0.0, change: bool = False) -> tuple[list[Any], list[Any]]:
@@ -223,7 +222,7 @@ class _Call:
 
     def raises_too(self, error: Exception) -> bool:
         """Returns true if the reference raises as well, because the call itself is wrong."""
-        if isinstance(error, DEVICE_ERRORS) or self.graph.collective:
+        if self.given is None or isinstance(error, DEVICE_ERRORS) or self.graph.collective:
             return False
         try:
             self.run()
