@@ -432,7 +432,7 @@ def test_a_sum_that_cancels_may_round_its_terms():
 
 
 @pytest.mark.parametrize("error, is_found", [((0.1, 0.0), False), ((10.0, 0.0), True), ((0.0, 1e-4), True)])
-@pytest.mark.parametrize("name", ["mm", "addmm_", "mm.out"])
+@pytest.mark.parametrize("name", ["mm", "addmm_", "mm.out", "index_put"])
 def test_sums_are_measured_by_their_own_terms(name, error, is_found):
     """By the sum of their absolute values, which is more than the largest of all numbers, or less."""
     x, y = torch.tensor([[1000.0, -1000.0], [0.001, -0.001]]).repeat(1, 500), torch.ones(1000, 1)
@@ -440,8 +440,16 @@ def test_sums_are_measured_by_their_own_terms(name, error, is_found):
     def product(a, b):
         return (a * b.t()).sum(1, keepdim=True) + torch.tensor(error)[:, None].to(DEVICE)
 
+    def put(out, rows, values, accumulate=False):
+        return values.view(2, -1).sum(1) + torch.tensor(error).to(DEVICE)
+
+    def put_rows(a, b):
+        rows = torch.arange(2, device=DEVICE).repeat_interleave(1000)
+        return torch.index_put(a.new_zeros(2), [rows], a.flatten(), accumulate=True)
+
     kernel, call = {
         "mm": (product, torch.mm),
+        "index_put": (put, put_rows),
         "addmm_": (lambda out, a, b, **_: out.add_(product(a, b)), lambda a, b: a.new_zeros(2, 1).addmm_(a, b)),
         "mm.out": (lambda a, b, out: out.copy_(product(a, b)), lambda a, b: torch.mm(a, b, out=a.new_zeros(2, 1))),
     }[name]

@@ -10,7 +10,8 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from openreg_tools.compare import compare
-from openreg_tools.compare.graphs import _Call
+from openreg_tools.compare.graphs import Graphs, _Call, _Graph
+from openreg_tools.core.place import Place
 
 DEVICE = "openreg"
 
@@ -357,6 +358,26 @@ def test_a_graph_runs_at_most_twice_more(monkeypatch):
     with compare(device=DEVICE) as result:
         torch.compile(model)(x).square().sum().backward()
     assert not result.differences and len({*count}) == 2 and len(count) <= 4
+
+
+def test_graphs_of_collectives_do_not_run_again():
+    """The other ranks would not join in."""
+    context = compare(device=DEVICE)
+    x = torch.rand(9)
+    for collective in (False, True):
+        graph = torch.fx.Graph()
+        y = graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), 1e6))
+        if collective:
+            graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (y,))
+        graph.call_function(torch.ops.aten.empty_like.default, (y,))
+        graph.output(y)
+        step = _Call(
+            _Graph(Graphs(context.mode), torch.fx.GraphModule({}, graph), "a graph"), 0, Place("", None, ""), []
+        )
+        step.given = [x]
+        assert bool(step.changed) != collective and bool(step.filled) != collective
+        step.given = [None]
+        assert step.raises_too(ValueError()) != collective, "the reference raises for None"
 
 
 @pytest.mark.parametrize("wrong", [False, True])
