@@ -1,20 +1,19 @@
-"""How much longer a training step takes under `record` and under `compare`: ``python benchmarks/compare_overhead.py``.
+"""How much longer a training step takes under `compare`: ``python benchmarks/compare_overhead.py``.
 
-Medians of steps of one process, plain, recorded and compared steps by turns.
+Medians of steps of one process, plain and compared steps by turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from openreg_tools.compare import compare, record
+from openreg_tools.compare import compare
 
 
 def step_of(width: int, batch: int, length: int) -> Callable[[], None]:
@@ -45,21 +44,14 @@ def main() -> None:
     for width, batch, length in ((128, 8, 64), (512, 8, 128)):
         step = step_of(width, batch, length)
         step()
-        times: dict[str, list[float]] = {"plain": [], "recorded": [], "compared": []}
-        with tempfile.TemporaryDirectory() as folder:
-            for _ in range(rounds):
-                times["plain"].append(seconds(step))
-                with record(f"{folder}/a.trace") as recording:
-                    step()
-                    times["recorded"].append(seconds(step))
-                with compare() as result:
-                    step()  # copies the parameters once
-                    times["compared"].append(seconds(step))
-            size = recording.path.stat().st_size / recording.operators
-        plain = statistics.median(times["plain"])
-        print(f"width {width}, {batch} x {length}: {plain * 1e3:.1f} ms a step, {recording.operators // 2} operators, {size:.0f} bytes each; "
-              f"recorded {statistics.median(times['recorded']) / plain:.2f} times, compared {statistics.median(times['compared']) / plain:.2f} times; "
-              f"{len(result.differences)} differ", flush=True)  # fmt: skip
+        times: dict[str, list[float]] = {"plain": [], "compared": []}
+        for _ in range(rounds):
+            times["plain"].append(seconds(step))
+            with compare() as result:
+                times["compared"].append(seconds(step))
+        plain, compared = (statistics.median(each) for each in times.values())
+        print(f"width {width}, {batch} x {length}: {plain * 1e3:.1f} ms a step, {result.operators} operators; compared "
+              f"{compared / plain:.2f} times; {len(result.differences)} differ", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

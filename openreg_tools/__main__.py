@@ -17,7 +17,6 @@ COMMANDS = {
     "explain": ("openreg_tools.explain", "show the path of one call through the dispatcher, key by key"),
     "info": ("openreg_tools.info", "report what is installed, enabled and wrong: the start of a bug report"),
     "operators": ("openreg_tools.operators", "list torch's operators by class, and what a device has for each"),
-    "record": ("openreg_tools.compare.record_command", "record a fingerprint of each operator's results, for compare"),
     "trace": ("openreg_tools.trace", "run a program, and report what it ran on a device and which kernels to write"),
 }
 

@@ -371,7 +371,7 @@ TOOLS = (
     ("Operators", "openreg_tools.operators"),
     ("Explain", "openreg_tools.explain"),
     ("Trace", "openreg_tools.trace"),
-    ("Compare and record", "openreg_tools.compare"),
+    ("Compare", "openreg_tools.compare"),
     ("Drift", "openreg_tools.drift"),
     ("Symbols of a binary", "openreg_tools.abi"),
     ("Info", "openreg_tools.info"),

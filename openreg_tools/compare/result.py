@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import itertools
 import math
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from openreg_tools import forms, pages
-from openreg_tools.compare.tolerance import Error, Tolerance, Tolerances, matches
+from openreg_tools.compare.tolerance import Tolerance, Tolerances, matches
+from openreg_tools.core.blocks import Block, Lines, PageOnly, Section, Table, Text, seconds, wrapped
+from openreg_tools.core.compare import Error
 from openreg_tools.core.place import Place
+from openreg_tools.core.report import Report
 
 __all__ = ["Difference", "Result", "Row"]
-
-BARS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclasses.dataclass
@@ -26,7 +24,7 @@ class Difference:
     """One result of one call that is beyond its tolerance."""
 
     index: int  # of the call
-    operator: str  # "aten::mm", or "graph 0 of forward"
+    operator: str  # "aten::mm", or "compiled graph 0 (2 operators)"
     what: str  # "result", "result 1", the argument that it wrote, "the call"
     place: Place
     inputs: list[str]  # dtypes, shapes and strides
@@ -37,7 +35,6 @@ class Difference:
     reference: str
     result: str = ""
     stack: list[str] = dataclasses.field(default_factory=list)
-    call: tuple[Any, list[Any], dict[str, Any]] | None = None  # operator and inputs on the reference, of the first
 
     def sentence(self) -> str:
         """What differs, and by how much."""
@@ -56,7 +53,7 @@ class Difference:
         out = [
             f"call {self.index}: {self.operator}({', '.join(self.inputs)})" + (f" -> {self.result}" * bool(self.result))
         ]
-        out = [*forms.wrapped(out, 0), *forms.wrapped([self.sentence(), f"at {self.place}"], 2)]
+        out = [*wrapped(out, 0), *wrapped([self.sentence(), f"at {self.place}"], 2)]
         return [*out, *(f"    {frame}" for frame in self.stack[-8:])]
 
     def dict(self) -> dict[str, Any]:
@@ -78,6 +75,7 @@ class Row:
     compared: int = 0
     inexact: int = 0  # results that are not bit-for-bit equal
     beyond: int = 0  # beyond the tolerance
+    unlike: int = 0  # of another shape, dtype or number, or the call raised on the device alone
     ulps: float = 0.0  # the largest
     added: float = 0.0  # relative errors of its results, added up
     tolerance: str = ""
@@ -90,7 +88,7 @@ class Row:
         self.added += error.relative
 
 
-class Result:
+class Result(Report):
     """The result of `compare`; complete when its context ends.
 
     Args:
@@ -104,40 +102,35 @@ class Result:
         self.notes: dict[str, int] = {}
         self.skipped: dict[str, str] = {}  # operators that were not compared, and why
         self.seconds = 0.0
-        self.transient = False  # whether the first difference was gone when `write_test` ran the operator again
         self.raised = ""  # what ended the program early
-        self.command: list[str] = []  # the program's sys.argv
+        self.operators = 0
         self._rows: dict[str, Row] = {}
         self._points: list[tuple[int, float, float, str]] = []
-        self._counter = itertools.count()
-        self.operators = 0
-        self.writer: Callable[[Result, Path, bool], str]  # which `compare` sets
 
     # ---- filled by the comparison ----
 
     def count(self) -> int:
         """Count a call; returns its index."""
         self.operators += 1
-        return next(self._counter)
+        return self.operators - 1
 
     def row(self, operator: str) -> Row:
         """The row of an operator, created on first use."""
-        row = self._rows.get(operator)
-        if row is None:
-            row = self._rows[operator] = Row(operator)
-        return row
+        return self._rows.setdefault(operator, Row(operator))
 
-    def unequal(self) -> int:
-        """How many results are not bit-for-bit equal, or differ in another way."""
-        return sum(row.inexact + row.beyond for row in self._rows.values())
-
-    def point(self, index: int, ulps: float, allowed: float, operator: str) -> None:
-        """Add a point to the plot of errors over the calls."""
+    def measured(self, operator: str, index: int, error: Error, tolerance: Tolerance) -> None:
+        """Count a result of call `index` with this error."""
+        self.row(operator).add(error, tolerance)
         if len(self._points) < 200_000:
-            self._points.append((index, ulps, allowed, operator))
+            self._points.append((index, error.ulps, tolerance.ulps, operator))
 
     def add(self, difference: Difference) -> None:
-        """Keep a difference, unless 1000 are kept already."""
+        """Count a difference, and keep it unless 1000 are kept already."""
+        row = self.row(difference.operator)
+        if difference.error is None:
+            row.unlike += 1
+        else:
+            row.beyond += 1
         if len(self.differences) < 1000:
             self.differences.append(difference)
 
@@ -159,61 +152,54 @@ class Result:
         return self.differences[0] if self.differences else None
 
     @property
+    def passed(self) -> bool:
+        """True if nothing differs."""
+        return not self.differences
+
+    @property
     def ranked(self) -> list[Row]:
         """The operators with an error; the ones that add the most come first."""
         rows = sorted(self._rows.values(), key=lambda row: (-row.added, -row.ulps, row.operator))
-        return [row for row in rows if row.added or row.beyond]
+        return [row for row in rows if row.added or row.beyond or row.unlike]
 
     def assert_close(self) -> None:
         """Raise AssertionError with the report if an operator differs."""
-        if self.first is not None:
-            raise AssertionError(self.report())
+        if not self.passed:
+            raise AssertionError(self.text())
 
-    def write_test(self, path: str | Path, shrink: bool = True) -> str:
-        """Write a pytest test of the first difference that fails as long as the operator differs; returns its text.
+    # ---- the report ----
 
-        Inputs are shrunk while the operator still differs with them.
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        """The heading of the page."""
+        return f"compare of {self.name or 'a program'}"
 
-        Raises:
-            ValueError: nothing differs, or what differs is not an operator with inputs (a compiled graph).
-        """
-        return self.writer(self, Path(path), shrink)
-
-    def report(self, top: int = 15) -> str:
-        """The same as `text`."""
-        return self.text(top)
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, top: int = 15) -> str:
-        """The report as text, with the `top` operators that add the most error."""
-        lines = [*self._summary(), ""]
+    def blocks(self, page: bool = False, top: int = 15) -> Iterator[Block]:
+        """The first difference, and the `top` operators that add the most error."""
+        yield Text(self._counts())
         if self.first is None:
-            lines += forms.wrapped([self._verdict()], 0)
+            yield Section("", [Text(self._verdict())])
         else:
-            lines += ["The first difference:", *self.first.lines()]
+            yield Section("The first difference:", [Lines(self.first.lines())])
             others: dict[str, int] = {}
             for each in self.differences[1:]:
                 others[each.operator] = others.get(each.operator, 0) + 1
             if others:
                 counts = ", ".join(f"{name} ({count})" for name, count in list(others.items())[:top])
-                lines += ["", *forms.wrapped([f"Later ones: {counts}"], 0)]
+                yield Section("", [Text(f"Later ones: {counts}")])
+        if page:
+            yield Section("Errors over the calls", [PageOnly(plot(self._points, self.operators))])
         if ranked := self.ranked:
-            rows = [["operator", "calls", "inexact", "beyond", "ulps", "error added", "allowed"]]
-            rows += [
-                [r.operator, r.calls, r.inexact, r.beyond, f"{r.ulps:.4g}", f"{r.added:.3g}", r.tolerance]
-                for r in ranked[:top]
+            rows = [
+                [r.operator, r.calls, r.inexact, r.beyond + r.unlike, f"{r.ulps:.4g}", f"{r.added:.3g}", r.tolerance]
+                for r in ranked
             ]
-            lines += ["", *forms.table(rows, left=1, fit=True)]
-            if len(ranked) > top:
-                lines.append(f"and {len(ranked) - top} more (--top {len(ranked)})")
-            lines += ["", *self._sparkline()]
-        for operator, why in self.skipped.items():
-            lines += forms.wrapped([f"{operator} was not compared: {why}"], 0)
-        for note, times in self.notes.items():
-            lines += forms.wrapped([note + (f" ({times} times)" if times > 1 else "")], 0)
-        return "\n".join(lines)
+            head = ["operator", "calls", "inexact", "beyond", "ulps", "error added", "allowed"]
+            yield Table([head, *rows], fit=True, top=None if page else top)
+        notes = [f"{operator} was not compared: {why}" for operator, why in self.skipped.items()]
+        notes += [note + (f" ({times} times)" if times > 1 else "") for note, times in self.notes.items()]
+        if notes:
+            yield Section("", [*map(Text, notes)])
 
     def _verdict(self) -> str:
         if not self.operators:
@@ -222,31 +208,21 @@ class Result:
             text = "Nothing differs beyond its tolerance"
         return f"{text} until the program raised {self.raised}" if self.raised else f"{text}."
 
-    def _summary(self) -> list[str]:
-        compared = sum(row.compared for row in self._rows.values())
-        inexact = sum(row.inexact for row in self._rows.values())
-        text = (
-            f"{self.name or 'the program'} on {self.device} against {self.reference}, torch {torch.__version__}: "
-            f"{self.operators:,} calls, {compared:,} compared, {inexact:,} results not equal bit for bit, "
-            f"{sum(row.beyond for row in self._rows.values()):,} beyond their tolerance, {forms.seconds(self.seconds)}"
+    def _counts(self) -> str:
+        rows = self._rows.values()
+        compared, inexact, beyond, unlike = (
+            sum(getattr(row, name) for row in rows) for name in ("compared", "inexact", "beyond", "unlike")
         )
-        return forms.wrapped([text], 0)
-
-    def _sparkline(self, width: int = 60) -> list[str]:
-        """The largest error over time, on a logarithmic scale."""
-        if not self._points:
-            return []
-        columns = [0.0] * width
-        last = max(1, self.operators)
-        for index, ulps, _, _ in self._points:
-            column = min(width - 1, index * width // last)
-            columns[column] = max(columns[column], ulps)
-        top = max((u for u in columns if math.isfinite(u)), default=1.0) or 1.0
-        levels = [
-            0 if not u else 8 if math.isinf(u) else max(1, min(8, round(8 * math.log2(1 + u) / math.log2(1 + top))))
-            for u in columns
-        ]
-        return [f"ulps over the calls, up to {top:.3g}:", f"|{''.join(BARS[level] for level in levels)}|"]
+        words = [
+            f"{self.operators:,} call{'s' * (self.operators != 1)}", f"{compared:,} compared",
+            f"{inexact:,} result{'s' * (inexact != 1)} not equal bit for bit", f"{beyond:,} beyond the tolerance",
+        ]  # fmt: skip
+        if unlike:
+            words.append(f"{unlike:,} different in shape, dtype or number, or raised on {self.device} alone")
+        return (
+            f"{self.name or 'the program'} on {self.device} against {self.reference}, torch {torch.__version__}: "
+            f"{', '.join(words)}, {seconds(self.seconds)}"
+        )
 
     def dict(self) -> dict[str, Any]:
         """What `--json` writes."""
@@ -258,39 +234,6 @@ class Result:
             "ranked": [dataclasses.asdict(row) for row in self.ranked],
             "skipped": self.skipped, "notes": self.notes, "raised": self.raised,
         }  # fmt: skip
-
-    def html(self) -> str:
-        """One self-contained page."""
-        rows: list[list[Any]] = [["operator", "calls", "inexact", "beyond", "ulps", "error added", "allowed"]]
-        rows += [
-            [r.operator, r.calls, r.inexact, r.beyond, f"{r.ulps:.4g}", f"{r.added:.3g}", r.tolerance]
-            for r in self.ranked
-        ]
-        facts = {
-            "calls": f"{self.operators:,}",
-            "compared": f"{sum(row.compared for row in self._rows.values()):,}",
-            "not equal bit for bit": f"{sum(row.inexact for row in self._rows.values()):,}",
-            "beyond their tolerance": f"{sum(row.beyond for row in self._rows.values()):,}",
-        }
-        first = self.first
-        found = (
-            pages.text(self._verdict())
-            if first is None
-            else f'<pre class="wrapped">{html.escape(chr(10).join(first.lines()))}</pre>'
-        )
-        notes = [f"{operator} was not compared: {why}" for operator, why in self.skipped.items()]
-        notes += [note + (f" ({times} times)" if times > 1 else "") for note, times in self.notes.items()]
-        body = [
-            pages.text(
-                f"{self.device} against {self.reference}, torch {torch.__version__}, {forms.seconds(self.seconds)}"
-            ),
-            pages.facts(facts),
-            pages.section("The first difference", found),
-            pages.section("Errors over the calls", plot(self._points, self.operators)),
-            pages.section("Operators by the error that they add", pages.table(rows)) if rows[1:] else "",
-            pages.section("Notes", "".join(map(pages.text, notes))) if notes else "",
-        ]
-        return pages.page(f"compare of {self.name or 'a program'}", self.name or "compare", "".join(body))
 
 
 def plot(points: list[tuple[int, float, float, str]], calls: int, most: int = 4000) -> str:

@@ -1,4 +1,4 @@
-"""How much two devices may differ in one operator, depending on its dtype and computation, and how much they do.
+"""How much two devices may differ in one operator, depending on its dtype and computation.
 
 Errors are in units in the last place (ulps) of the result's dtype, at one of three magnitudes:
 
@@ -29,10 +29,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from openreg_tools.compare.copies import facts, tensors_of
-from openreg_tools.forms import Wrong
+from openreg_tools.compare.facts import facts
+from openreg_tools.core.move import tensors_of
+from openreg_tools.core.options import Wrong
 
-__all__ = ["Error", "Tolerance", "Tolerances", "matches", "measure", "ulp"]
+__all__ = ["SUM", "Tolerance", "Tolerances", "matches"]
 
 EXACT = set(
     "copy _to_copy clone contiguous cat stack index index_select gather scatter masked_fill masked_select where fill zero "
@@ -74,20 +75,8 @@ class Tolerance:
         return f"{self.ulps:.4g} ulps{of}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Error:
-    """The largest error of one result."""
-
-    ulps: float  # math.inf where one is NaN or infinite and the other is not
-    at: tuple[int, ...]
-    got: Any
-    expected: Any
-    relative: float  # of the norms, of the error and the result
-    count: int  # elements beyond the tolerance
-
-
 class Tolerances:
-    """By operator; `given` maps patterns such as "aten::mm*" to ulps, `factor` multiplies every default."""
+    """The tolerance of each operator: `given` maps patterns such as "aten::mm*" to ulps, `factor` multiplies every default."""
 
     def __init__(self, given: Mapping[str, float] | None = None, factor: float = 1.0) -> None:
         if given is not None and not isinstance(given, Mapping):
@@ -103,41 +92,26 @@ class Tolerances:
                 raise Wrong(f"expected the tolerance of {pattern} as ulps, at least 0, but got {ulps!r}")
         self.given, self.factor = dict(given or {}), factor
 
-    def __call__(self, func: OpOverload, args: Any, result: Tensor, extra_terms: int = 0) -> Tolerance:
-        """Of one result of a call with these arguments."""
+    def __call__(self, func: OpOverload, args: Any, result: Tensor) -> Tolerance:
+        """The tolerance of one result of a call with these arguments."""
         of = facts(func)
-        kind, terms = self.kind(func), 1
+        kind, terms = _kind(func), 1
         if not (result.is_floating_point() or result.is_complex()):
             kind = "exact"
         for pattern, ulps in self.given.items():
             if matches(of.name, pattern):
                 return Tolerance(kind, float(ulps), _terms(of.base, args, result) if kind in ("sum", "chain") else 1)
         if kind in ("sum", "chain"):
-            terms = max(_terms(of.base, args, result), extra_terms)
+            terms = _terms(of.base, args, result)
             ratio = torch.finfo(torch.float32).eps / torch.finfo(result.dtype).eps
             ulps = (4 if kind == "sum" else 16) + math.sqrt(terms) / 2 * min(1.0, ratio)
         else:
             ulps = {"exact": 0, "rounded": 2, "function": 8}[kind]
         return Tolerance(kind, ulps * self.factor, terms)
 
-    def of_name(self, name: str, terms: int) -> float:
-        """Ulps for an operator in a trace, even if this torch does not have it."""
-        plain = name.partition(".")[0]
-        for pattern, ulps in self.given.items():
-            if matches(name, pattern):
-                return float(ulps)
-        packet = getattr(getattr(torch.ops, name.partition("::")[0]), plain.partition("::")[2], None)
-        func = getattr(packet, name.partition(".")[2] or "default", None)
-        kind = _kind(func) if isinstance(func, OpOverload) else "chain"
-        ulps = {"exact": 0.0, "rounded": 2.0, "function": 8.0, "sum": 4.0, "chain": 16.0}[kind]
-        return (ulps + (math.sqrt(terms) / 2 if kind in ("sum", "chain") else 0.0)) * self.factor
-
-    def kind(self, func: OpOverload) -> str:
-        return _kind(func)
-
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether an operator, with its overload or without, matches a pattern."""
+    """Returns true if an operator, with its overload or without, matches a pattern."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.partition(".")[0], pattern)
 
 
@@ -166,70 +140,3 @@ def _terms(base: str, args: Any, result: Tensor) -> int:
         return max(1, tensors[1].numel() // max(1, tensors[1].shape[0]))
     largest = max(t.numel() for t in tensors)
     return max(1, largest // max(1, result.numel()))
-
-
-# ---- measuring ----
-
-
-def measure(got: Tensor, expected: Tensor, kind: str, scale: Tensor | float | None, ulps: float) -> Error | None:
-    """The largest error of `got`, None if it has none; `scale` is the magnitude of the kind, if it has one."""
-    if torch.equal(got, expected):
-        return None
-    if not (got.is_floating_point() or got.is_complex()):
-        return _of_integers(got, expected)
-    values = got, expected
-    if got.is_complex():
-        got, expected = torch.view_as_real(got.resolve_conj()), torch.view_as_real(expected.resolve_conj())
-        if isinstance(scale, Tensor):
-            scale = torch.view_as_real(scale.resolve_conj()).abs().amax(-1, keepdim=True)
-    dtype = got.dtype
-    a, b = got.to(torch.float64), expected.to(torch.float64)
-    same = (a == b) | (a.isnan() & b.isnan())
-    if bool(same.all()):
-        return None
-    finite = a.isfinite() & b.isfinite()
-    difference = torch.where(same, 0.0, (a - b).abs())
-    magnitude = b.abs()
-    if isinstance(scale, Tensor):
-        magnitude = torch.maximum(magnitude, scale.to(torch.float64).abs())
-    elif scale is not None:
-        magnitude = magnitude.clamp(min=scale)
-    errors = difference / ulp(torch.where(finite, magnitude, 1.0), dtype)
-    errors = torch.where(same | finite, errors, math.inf)
-    if values[0].is_complex():
-        errors = errors.amax(-1)
-    worst = int(errors.argmax())
-    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), errors.shape))
-    norm = float(torch.where(finite, b, 0.0).norm())
-    moved = float(torch.where(finite, difference, 0.0).norm())
-    relative = math.inf if not bool((same | finite).all()) else moved / norm if norm else math.inf
-    return Error(
-        float(errors.flatten()[worst]), at, *(each.flatten()[worst].item() for each in values), relative,
-        int((errors > ulps).sum()),
-    )  # fmt: skip
-
-
-def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance between neighboring numbers of a dtype at this magnitude."""
-    info = torch.finfo(dtype)
-    _, exponent = torch.frexp(magnitude.clamp(min=info.tiny))
-    return torch.exp2((exponent - 1).to(torch.float64)) * info.eps
-
-
-def _of_integers(got: Tensor, expected: Tensor) -> Error:
-    wrong = got != expected
-    worst = int(wrong.to(torch.uint8).argmax())
-    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), wrong.shape))
-    g, e = got.flatten()[worst].item(), expected.flatten()[worst].item()
-    count = int(wrong.sum())
-    return Error(float(abs(int(g) - int(e))), at, g, e, count / max(1, wrong.numel()), count)
-
-
-def largest(tensors: Any) -> float:
-    """The largest finite absolute value in floating-point tensors."""
-    out = 0.0
-    for x in tensors:
-        if (x.is_floating_point() or x.is_complex()) and x.numel() and x.layout == torch.strided:
-            size = x.abs().to(torch.float64)
-            out = max(out, float(torch.where(size.isfinite(), size, 0.0).max()))
-    return out
