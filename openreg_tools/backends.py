@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openreg_tools.conformance.report import Known
     from openreg_tools.core.info import Info
 
-__all__ = ["Backend", "Has", "Kernel", "of_device", "of_key", "of_operator", "register", "registered"]
+__all__ = ["Backend", "Has", "Kernel", "Known", "of_device", "of_key", "of_operator", "register", "registered"]
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -70,6 +69,15 @@ class Has:
     kind: str  # one of dispatch.HAS
     why: str
     where: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """Why an operator of PyTorch differs from the CPU's, and in which checks of `conformance` and dtypes; () is all."""
+
+    cause: str
+    checks: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
 
 
 class Backend:

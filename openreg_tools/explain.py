@@ -20,8 +20,8 @@ from openreg_tools.core.blocks import WIDTH, Block, Lines, Section, Text, cut, h
 from openreg_tools.core.device import Target, Unusable, add_device, load, target_of
 from openreg_tools.core.options import Wrong, unknown
 from openreg_tools.core.report import Report, add_output, write
+from openreg_tools.core.samples import dtype_of, parse, shown
 from openreg_tools.recorder import Call, Recorder, Step, about, keyset, listed, path, step
-from openreg_tools.samples import dtype_of, parse, shown
 
 __all__ = ["Explanation", "explain"]
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from openreg_tools import dispatch
 from openreg_tools.core import place
 from openreg_tools.core.device import Target
-from openreg_tools.samples import dtype_name
+from openreg_tools.core.samples import dtype_name
 
 __all__ = ["Call", "Recorder", "Step", "keyset", "path"]
 

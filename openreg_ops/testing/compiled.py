@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import forms
-from openreg_tools.conformance import opinfo
+from openreg_tools.conformance import outcomes
+from openreg_tools.core import opinfo
 
 # Eager mode rounds each intermediate result, a fused kernel only the last.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -79,7 +80,7 @@ def _move(arguments: Any, device: str, name: str) -> Any:
     def move(x: Any) -> Any:
         if isinstance(x, torch.device):
             return torch.device(device)
-        if not isinstance(x, Tensor) or name in opinfo.HOST_ARGUMENTS:
+        if not isinstance(x, Tensor) or name in outcomes.HOST_ARGUMENTS:
             return x
         return x.detach().to(device).requires_grad_(x.requires_grad)
 
@@ -118,7 +119,7 @@ def compare(batch: Sequence[Case], device: str = "openreg", fullgraph: bool = Tr
             runs.append(list(zip(results, gradients, strict=True)))
     found = {}
     for case, expected, actual in zip(batch, *runs, strict=True):
-        if case.name in opinfo.UNINITIALIZED:
+        if case.name in outcomes.UNINITIALIZED:
             expected, actual = (tree_map(_shape, each) for each in (expected, actual))
         try:
             torch.testing.assert_close(actual, expected, equal_nan=True, **TOLERANCE)

@@ -6,8 +6,8 @@ tests/aten/test_opinfo.py; at most ten. OPERATORS: checks that an openreg:: oper
 
 from __future__ import annotations
 
+from openreg_tools.backends import Known
 from openreg_tools.conformance import transforms
-from openreg_tools.conformance.report import Known
 
 _CHUNKED = Known(
     cause="PyTorch accumulates the chunks in float32 only where device.type is 'cpu' or 'cuda' "

@@ -15,7 +15,7 @@ import torch
 from openreg_tools.backends import Backend, Has, Kernel
 
 if TYPE_CHECKING:
-    from openreg_tools.conformance.report import Known
+    from openreg_tools.backends import Known
     from openreg_tools.core.info import Info
 
 PACKAGE = Path(__file__).resolve().parents[1]

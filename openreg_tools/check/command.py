@@ -20,7 +20,7 @@ from openreg_tools.check.checker import Checks, prepare
 from openreg_tools.check.checks import CHECKS
 from openreg_tools.check.report import Report, Result
 from openreg_tools.core.options import Wrong, named, unknown
-from openreg_tools.samples import dtype_of, parse
+from openreg_tools.core.samples import dtype_of, parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,12 +133,8 @@ def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = 
 
 
 def _generated(report: Report, arguments: argparse.Namespace) -> None:
-    """Add what generated calls find, in child processes that import the operator's module.
-
-    Raises:
-        Wrong: hypothesis is not installed.
-    """
-    from openreg_tools.generate import search
+    """Add what generated calls find, in child processes that import the operator's module."""
+    from openreg_tools.conformance import generate
 
     _asked(arguments)  # which imports the operator here, too
     named = [
@@ -150,11 +146,11 @@ def _generated(report: Report, arguments: argparse.Namespace) -> None:
         modules=[*arguments.modules, *named], given={"samples": arguments.samples, "inputs": arguments.input},
         quiet=arguments.quiet,
     )  # fmt: skip
-    found = search.search(asked, [report.operator], {report.operator: "own"})
+    found = generate.search(asked, [report.operator])
     report.about["generated"] = "generated calls give the same results as on the CPU"
     report.seconds += found.seconds
     for finding in found.findings:
-        again = f"To run it again:\n{finding.command(report.device, asked.modules)}"
+        again = f"To run it again:\n{found.command(finding)}"
         report.results.append(
             Result(
                 "generated", 0, "fail", f"{report.operator}: {finding.kind}: {finding.message} {finding.call}", again
@@ -168,7 +164,7 @@ def _generated(report: Report, arguments: argparse.Namespace) -> None:
             )
         )
     report.notes.append(found.summary())
-    report.notes += [f"Allowed in {n} generated calls: {note}" for note, n in of.notes.most_common() if note != "unfit"]
+    report.notes += [f"Allowed in {n} generated calls: {note}" for note, n in of.notes.most_common()]
 
 
 def _abi(arguments: argparse.Namespace) -> int:

@@ -19,15 +19,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
-from openreg_tools import backends, dispatch, forms
-from openreg_tools.conformance import cuda_dtypes, opinfo, schemas, sweep, training
+from openreg_tools import backends
+from openreg_tools.conformance import cuda_dtypes, generate, schemas, sweep, training
+from openreg_tools.conformance.generated_calls import Calls
+from openreg_tools.conformance.outcomes import Report
 from openreg_tools.conformance.report import Case, Record, Results
-from openreg_tools.conformance.worker import Progress, Worker, on_workers, serving
-from openreg_tools.forms import Wrong
+from openreg_tools.conformance.worker import Worker, on_workers
+from openreg_tools.core import child, opinfo, options
+from openreg_tools.core import device as devices
+from openreg_tools.core.options import Wrong
+from openreg_tools.core.report import Progress, add_output, write
 
 SUITES = ("operators", "modules", "optimizers", "schemas")
 CHECKS = tuple(dict.fromkeys((*sweep.CHECKS, *cuda_dtypes.CHECKS, *training.CHECKS, *schemas.CHECKS)))
@@ -46,13 +51,13 @@ def dtypes_of(suites: Iterable[str] = SUITES, device: str | None = None) -> dict
     if "optimizers" in suites:
         found |= {name: list(training.DTYPES) for name in training.optimizers()}
     if "schemas" in suites:  # whose generated arguments are of every dtype
-        found |= {name: ["float32"] for name in schemas.names(dispatch.target(device).device)}
+        found |= {name: ["float32"] for name in schemas.names(devices.target_of(device).device)}
     return found
 
 
 def check(
     name: str, dtype: str, device: str, samples: int, checks: tuple[str, ...], at: Callable[[str], None]
-) -> opinfo.Report:
+) -> Report:
     """Check one case."""
     if "::" in name:
         return schemas.check(name, device, samples, checks, at)
@@ -66,27 +71,38 @@ def check(
     return report
 
 
-# ---- the worker: reads "operator dtype" lines, answers with JSON lines ----
+# ---- the worker ----
 
 
-def work(device: str, suites: tuple[str, ...], samples: int, checks: tuple[str, ...], threads: int) -> None:
-    """Serve cases from stdin until it closes."""
-    answer = serving()
-    torch.set_num_threads(threads)
-    dtypes_of([suite for suite in suites if suite != "schemas"])  # which takes seconds
-    answer(ready=True)
-    for line in sys.stdin:
-        name, dtype = line.split()
-        start = time.perf_counter()
-        report = check(name, dtype, device, samples, checks, at=lambda where: answer(at=where))
-        answer(
-            operator=name,
-            dtype=dtype,
-            ran=dict(report.ran),
-            failures=[vars(failure) for failure in report.failures],
-            notes=dict(report.notes),
-            seconds=round(time.perf_counter() - start, 3),
-        )
+def serve(device: str) -> None:
+    """Serve the requests of `Worker.ask` until the parent ends."""
+    calls: dict[str, Calls] = {}
+
+    def work(request: Record, answer: Callable[[Any], None]) -> None:
+        match request:
+            case {"load": suites}:  # which takes seconds
+                dtypes_of(suites)
+            case {"name": name, "dtype": dtype}:
+                start = time.perf_counter()
+                report = check(
+                    name,
+                    dtype,
+                    device,
+                    request["samples"],
+                    tuple(request["checks"]),
+                    lambda where: answer({"at": where}),
+                )
+                answer({
+                    "operator": name, "dtype": dtype, "ran": report.ran,
+                    "failures": [vars(failure) for failure in report.failures], "notes": report.notes,
+                    "seconds": round(time.perf_counter() - start, 3),
+                })  # fmt: skip
+            case _:
+                key = json.dumps(request["given"])
+                calls[key] = calls.get(key) or Calls(device, request["given"], answer)
+                answer(calls[key].answer_to(request))
+
+    child.parent().serve(work)
 
 
 # ---- the run ----
@@ -97,8 +113,9 @@ def fingerprint(arguments: argparse.Namespace) -> Record:
     digest = hashlib.sha256()
     libraries = sorted(backends.of_device(arguments.device).files())
     backend = [Path(sys.modules[name].__file__ or "") for name in arguments.modules]
-    # The sweeps beside this module are part of the checker.
-    for path in (*libraries, *backend, *sorted(Path(opinfo.__file__).parent.glob("*.py"))):
+    tools = Path(__file__).parents[1]
+    sources = sorted(path for folder in ("conformance", "core") for path in (tools / folder).glob("*.py"))
+    for path in (*libraries, *backend, *sources):
         if path.is_file():
             digest.update(path.read_bytes())
     return {
@@ -127,18 +144,33 @@ def load(path: Path, header: Record | None) -> dict[Case, Record]:
 def run(cases: Iterable[Case], arguments: argparse.Namespace, results: TextIO) -> list[Record]:
     """Run the cases on `arguments.jobs` workers, writing each record as it comes."""
     todo, records, lock = list(cases), [], threading.Lock()
-    progress = Progress(len(todo), "differ", sys.stderr)
+    progress = Progress(len(todo), "differ")
 
     def one(worker: Worker, case: Case) -> None:
-        record = worker.run(*case)
+        record = run_case(worker, *case)
         with lock:
             records.append(record)
             results.write(json.dumps(record) + "\n")
             results.flush()
-            progress.step(1, bool(record["failures"]), f"{record['operator']} {record['dtype']}")  # known ones too
+            progress.step(f"{record['operator']} {record['dtype']}", found=bool(record["failures"]))  # known ones too
 
     on_workers(todo, [Worker(arguments) for _ in range(arguments.jobs)], one)
     return records
+
+
+def run_case(worker: Worker, name: str, dtype: str) -> Record:
+    """The record of a case; of one that ends the worker, too."""
+    start, a = time.monotonic(), worker.arguments
+    found = worker.ask({"name": name, "dtype": dtype, "samples": a.samples, "checks": list(a.checks)})
+    if "ended" not in found:
+        return found
+    checked, _, sample = found["at"].partition(", sample ")
+    failure = {"check": checked, "kind": found["ended"], "sample": int(sample.partition(",")[0] or -1),
+               "message": found["message"]}  # fmt: skip
+    return {
+        "operator": name, "dtype": dtype, "ran": {}, "failures": [failure], "notes": {},
+        "seconds": round(time.monotonic() - start, 3),
+    }  # fmt: skip
 
 
 # ---- the command ----
@@ -147,30 +179,24 @@ DEFAULT_SAMPLES = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="device under test (default: the accelerator of this process)")
-    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
-                        help="a module to import first: the device's package")  # fmt: skip
+    devices.add_device(parser, key=False)
     parser.add_argument("--suites", nargs="+", default=SUITES, choices=SUITES, metavar="SUITE",
                         help=f"suites to run, of {', '.join(SUITES)} (default all)")  # fmt: skip
     parser.add_argument(
-        "--ops", type=forms.regex, default="", metavar="REGEX", help="only cases whose full name matches"
+        "--ops", type=options.regex, default="", metavar="REGEX", help="only cases whose full name matches"
     )
     parser.add_argument("--dtypes", nargs="+", default=opinfo.DTYPES, choices=opinfo.DTYPES, metavar="DTYPE",
                         help=f"dtypes to run, of {', '.join(opinfo.DTYPES)} (default all)")  # fmt: skip
     parser.add_argument("--checks", nargs="+", default=CHECKS, choices=CHECKS, metavar="CHECK",
                         help=f"checks to run, of {', '.join(CHECKS)} (default all)")  # fmt: skip
+    parser.add_argument("--samples", type=options.count, default=DEFAULT_SAMPLES,
+                        help="sample inputs per case, spread over all of them (default 6)")  # fmt: skip
     parser.add_argument(
-        "--samples",
-        type=forms.count,
-        default=DEFAULT_SAMPLES,
-        help="sample inputs per case, spread over all of them (default 6)",
+        "--jobs", type=options.count, default=os.cpu_count(), help="worker processes (default: one per core)"
     )
+    parser.add_argument("--threads", type=options.count, default=1, help="threads of each worker (default 1)")
     parser.add_argument(
-        "--jobs", type=forms.count, default=os.cpu_count(), help="worker processes (default: one per core)"
-    )
-    parser.add_argument("--threads", type=forms.count, default=1, help="threads of each worker (default 1)")
-    parser.add_argument(
-        "--timeout", type=forms.duration, default=180, help="seconds allowed for one case (default 180)"
+        "--timeout", type=options.duration, default=180, help="seconds allowed for one case (default 180)"
     )
     parser.add_argument("--out", type=Path, help="results file (default out/conformance-DEVICE.jsonl)")
     parser.add_argument("--fresh", action="store_true", help="discard earlier results instead of continuing")
@@ -178,9 +204,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", type=Path, metavar="FILE",
                         help="an earlier results file: fail only if a case is worse than in this file")  # fmt: skip
     parser.add_argument("--verbose", action="store_true", help="list every operator, including those that pass")
-    forms.add_arguments(parser)
-    parser.add_argument("--generate", type=forms.count, metavar="N",
-                        help="instead of the suites, make N calls with hypothesis, of every operator that the dispatcher lists")  # fmt: skip
+    add_output(parser)
+    parser.add_argument("--generate", type=options.count, metavar="N",
+                        help="instead of the suites, make N random calls of every operator that the dispatcher lists")  # fmt: skip
     parser.add_argument(
         "--seed", type=int, help="seed of the generated calls: equal seeds give equal calls (default 0)"
     )
@@ -188,51 +214,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--case", metavar="JSON", help="run one generated call again, from the JSON that a finding prints"
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--given", type=json.loads, default={}, help=argparse.SUPPRESS)  # samples, for a worker
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0 if all is good, 1 if not, 2 if what was asked for is wrong, 130 if interrupted."""
-    try:
-        dispatch.load(arguments.modules, arguments.device)
-        arguments.device = dispatch.target(arguments.device).device
-        if arguments.worker and arguments.generate:
-            from openreg_tools.generate import child
+    """0 if everything passed, 1 if not, 130 if interrupted.
 
-            child.serve(arguments.device, arguments.threads, arguments.given)  # forks before it uses the device
-            return 0
-        dispatch.usable(arguments.device)
-        if arguments.against and not arguments.against.is_file():
-            raise Wrong(f"there is no results file {arguments.against}")
-        if arguments.worker:
-            work(arguments.device, arguments.suites, arguments.samples, tuple(arguments.checks), arguments.threads)
-            return 0
-        if arguments.seed is not None and arguments.generate is None:
-            raise Wrong("--seed is the seed of generated calls: add --generate N")
-        if arguments.generate is not None:
-            options = {"--suites": SUITES, "--dtypes": opinfo.DTYPES, "--checks": CHECKS}
-            if given := [name for name, default in options.items() if getattr(arguments, name[2:]) is not default]:
-                raise Wrong(f"--generate makes calls instead of running the suites: leave out {' and '.join(given)}")
-        return _generate(arguments) if arguments.generate is not None or arguments.case else _run(arguments)
-    except Wrong as error:
-        print(f"conformance: {error}", file=sys.stderr)
-        return 2
+    Raises:
+        Wrong: what was asked for does not exist.
+    """
+    devices.load(arguments.modules, arguments.device)
+    arguments.device = devices.target_of(arguments.device).device
+    devices.usable(arguments.device)
+    if arguments.worker:
+        torch.set_num_threads(arguments.threads)
+        serve(arguments.device)
+        return 0
+    if arguments.against and not arguments.against.is_file():
+        raise Wrong(f"there is no results file {arguments.against}")
+    if arguments.seed is not None and arguments.generate is None:
+        raise Wrong("--seed is the seed of generated calls: add --generate N")
+    if arguments.case:
+        return write(generate.replay(arguments), arguments, verbose=arguments.verbose)
+    return _run(arguments) if arguments.generate is None else _generate(arguments)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from openreg_tools.generate import child, search
-
+    defaults = {"--suites": SUITES, "--dtypes": opinfo.DTYPES, "--checks": CHECKS}
+    if given := [name for name, default in defaults.items() if getattr(arguments, name[2:]) is not default]:
+        raise Wrong(f"--generate makes calls instead of running the suites: leave out {' and '.join(given)}")
     arguments.seed = arguments.seed or 0
-    if arguments.case:
-        report = search.replay(arguments)
-    else:
-        has = child.listed(arguments.device)
-        names = [name for name in has if re.search(arguments.ops, name)]
-        if not names:
-            raise Wrong(f"nothing matches --ops {arguments.ops!r}")
-        report = search.search(arguments, names, has)
-    forms.write(report, arguments, verbose=arguments.verbose)
-    return 0 if report.passed else 1
+    names = [name for name in generate.listed(arguments.device) if re.search(arguments.ops, name)]
+    if not names:
+        raise Wrong(f"nothing matches --ops {arguments.ops!r}")
+    return write(generate.search(arguments, names), arguments, verbose=arguments.verbose)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -271,7 +285,7 @@ def _run(arguments: argparse.Namespace) -> int:
         thorough=arguments.samples >= DEFAULT_SAMPLES and set(arguments.checks) == set(CHECKS),
         against=against,
     )
-    forms.write(report, arguments, verbose=arguments.verbose)
+    status = write(report, arguments, verbose=arguments.verbose)
     if arguments.json != "-":
         print(f"results in {path}")
-    return 0 if report.good else 1
+    return status

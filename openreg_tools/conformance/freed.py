@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from openreg_tools import dispatch
-from openreg_tools.conformance import asynchronous
 from openreg_tools.conformance.outcomes import Report, first_line
 from openreg_tools.core.move import Move
 
@@ -56,9 +55,8 @@ def compare(
     probe = make()
     with contextlib.suppress(Exception):
         call(probe)
-    device = str(probe.device)
-    modes = ("inline", "async") if asynchronous.has_modes(device) else (None,)
     module = getattr(torch, probe.device.type)
+    modes = ("inline", "async") if hasattr(module, "launch_mode") else (None,)
     for which in range(len(probe.tensors)):
         for mode in modes:
             move = make()

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
-from openreg_tools import forms, pages
-from openreg_tools.conformance import graphs, opinfo, sweep
+from openreg_tools.backends import Known
+from openreg_tools.conformance import graphs, outcomes
+from openreg_tools.core import opinfo
+from openreg_tools.core.blocks import Block, Cell, Lines, Section, Table, Text, cut
+from openreg_tools.core.page import facts, legend
+from openreg_tools.core.report import Report
 
 Record = dict[str, Any]  # one line of the results file: operator, dtype, ran, failures, notes, seconds
 Case = tuple[str, str]  # operator, dtype
-
-
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """Why an operator differs, and in which checks and dtypes."""
-
-    cause: str
-    checks: tuple[str, ...] = sweep.CHECKS
-    dtypes: tuple[str, ...] = opinfo.DTYPES
 
 
 VERDICTS = {
@@ -42,7 +38,7 @@ def _kind(name: str) -> str:
 
 
 @dataclasses.dataclass
-class Results:
+class Results(Report):
     """The records of a run, judged."""
 
     header: Record
@@ -59,15 +55,17 @@ class Results:
             name
             for name, known in self.known.items()
             if self.thorough
-            and all((name, dtype) in passed for dtype in self.dtypes.get(name, ()) if dtype in known.dtypes)
+            and all((name, dtype) in passed for dtype in self.dtypes.get(name, ()) if dtype in (known.dtypes or SHORT))
         }
+        self.title = f"conformance of {self.header.get('device', '')}"
 
     def verdict(self, record: Record) -> str:
         """The verdict, one of VERDICTS."""
         known = self.known.get(record["operator"])
-        listed = known is not None and record["dtype"] in known.dtypes
+        listed = known is not None and record["dtype"] in (known.dtypes or SHORT)
         if record["failures"]:
-            return "known" if listed and {f["check"] for f in record["failures"]} <= set(known.checks) else "fail"
+            is_known = listed and (not known.checks or {f["check"] for f in record["failures"]} <= {*known.checks})
+            return "known" if is_known else "fail"
         return "fixed" if listed and record["operator"] in self.fixed else "pass"
 
     @property
@@ -93,44 +91,51 @@ class Results:
         ]  # fmt: skip
 
     @property
-    def good(self) -> bool:
+    def passed(self) -> bool:
         """With an earlier run: no regression. Otherwise: no failure, and no known failure that passes."""
         if self.against is not None:
             return not self.regressions
         return not any(self.verdict(r) in ("fail", "fixed") for r in self.records)
 
-    # ---- text ----
-
-    def text(self, verbose: bool = False) -> str:
-        lines = forms.table(self._by_dtype(), left=1)
-        kinds = collections.Counter(kind for r in self.records for kind in {f["kind"] for f in r["failures"]})
-        notes = collections.Counter(n for r in self.records for n in r["notes"] if not n.startswith(graphs.NOTE))
-        if kinds:
-            lines += ["", "Cases in which something differed:"]
-            lines += [f"  {count:5} {kind}: {opinfo.KINDS[kind]}" for kind, count in kinds.most_common()]
-        if notes:
-            said = ", ".join(f"{count} {note}" for note, count in notes.most_common())
-            lines += ["", *forms.wrapped([f"Differences that are allowed, in cases: {said}"], 0)]
-        lines += self._graphs() + self._grid(verbose) + self._failures()
-        for record in self.records:
-            if self.verdict(record) == "fixed":
-                lines.append(
-                    f"{record['operator']} {record['dtype']} is a known failure but passes: take it off the list"
-                )
-        if self.against is not None:
-            lines += self._compared()
-        return "\n".join([*lines, "", *forms.wrapped([self.summary()], 0)])
+    # ---- text and HTML ----
 
     def summary(self) -> str:
         judged = collections.Counter(map(self.verdict, self.records))
         operators = {r["operator"] for r in self.records}
         bad = {r["operator"] for r in self.records if self.verdict(r) in ("fail", "fixed")}
-        return (
-            f"{len(operators)} operators, {len(operators) - len(bad)} good, {len(bad)} bad; "
-            f"{len(self.records)} cases: " + ", ".join(f"{judged[v]} {v}" for v in VERDICTS)
-        )
+        failed = f", {len(bad)} failed" if bad else ""
+        cases = ", ".join(f"{judged[v]} {v}" for v in VERDICTS if judged[v])
+        return f"{len(operators)} operators: {len(operators) - len(bad)} passed{failed}; {len(self.records)} cases: {cases}"
 
-    def _by_dtype(self) -> list[list[Any]]:
+    def blocks(self, page: bool = False, verbose: bool = False) -> Iterator[Block]:
+        if page:
+            judged = collections.Counter(map(self.verdict, self.records))
+            yield Text(", ".join(f"{name} {value}" for name, value in self.header.items()))
+            yield facts({"operators": len({r["operator"] for r in self.records}), **{v: judged[v] for v in VERDICTS}})
+            marks = {v: (MARKS[v], text) for v, text in VERDICTS.items()} | {"regressed": ("R", "regressed")}
+            yield Section("By dtype", [self._by_dtype()])
+            yield Section("By operator", [legend(marks), self._by_operator(every=True)])
+            return
+        yield self._by_dtype()
+        kinds = collections.Counter(kind for r in self.records for kind in {f["kind"] for f in r["failures"]})
+        notes = collections.Counter(n for r in self.records for n in r["notes"] if not n.startswith(graphs.NOTE))
+        if kinds:
+            said = [f"  {count:5} {kind}: {outcomes.KINDS[kind]}" for kind, count in kinds.most_common()]
+            yield Section("Cases in which something differed:", [Lines(said)])
+        if notes:
+            said = ", ".join(f"{count} {note}" for note, count in notes.most_common())
+            yield Section("", [Text(f"Differences that are allowed, in cases: {said}")])
+        yield from self._graphs()
+        grid = self._by_operator(every=verbose)
+        if len(grid.rows) > 1:
+            yield Section("", [grid, Text(", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items()))])
+        yield from self._failures()
+        if self.against is not None:
+            regressed = [f"REGRESSED {r['operator']} {r['dtype']}: {', '.join(new)}" for r, new in self.regressions]
+            said = f"Against the earlier run: {len(self.regressions)} regressions, {len(self.repaired)} cases fixed"
+            yield Section(said, [Text(words, 2) for words in regressed])
+
+    def _by_dtype(self) -> Table:
         rows: list[list[Any]] = [["dtype", "compared", "cases", *VERDICTS]]
         present = [dtype for dtype in opinfo.DTYPES if any(r["dtype"] == dtype for r in self.records)]
         for name in (*present, "all"):
@@ -139,27 +144,31 @@ class Results:
             rows.append(
                 [name, sum(sum(r["ran"].values()) for r in chosen), len(chosen), *(judged[v] for v in VERDICTS)]
             )
-        return rows
+        return Table(rows)
 
-    def _matrix(self) -> dict[str, dict[str, Record]]:
-        matrix: dict[str, dict[str, Record]] = {}
+    def _by_operator(self, every: bool) -> Table:
+        """A row for each operator and a mark for each dtype; without `every`, only operators that do not pass."""
+        by_name: dict[str, dict[str, Record]] = {}
         for record in self.records:
-            matrix.setdefault(record["operator"], {})[record["dtype"]] = record
-        return dict(sorted(matrix.items()))
+            by_name.setdefault(record["operator"], {})[record["dtype"]] = record
+        regressed = {(r["operator"], r["dtype"]) for r, _ in self.regressions}
+        present = [d for d in SHORT if any(d in by_dtype for by_dtype in by_name.values())]
+        rows: list[list[Any]] = [["operator", *(SHORT[d] for d in present)]]
+        for name, by_dtype in sorted(by_name.items()):
+            cells: list[Any] = []
+            for dtype in present:
+                if (record := by_dtype.get(dtype)) is None:
+                    cells.append("")
+                    continue
+                verdict = self.verdict(record)
+                said = "\n".join(f"{f['check']} [{f['kind']}] {f['message']}" for f in record["failures"])
+                mark = "R" if (name, dtype) in regressed else MARKS[verdict]
+                cells.append(Cell(mark, verdict, f"{name} {dtype}: {said or verdict}"))
+            if every or {str(cell) for cell in cells} - {".", ""}:
+                rows.append([cut(name, 32), *cells])
+        return Table(rows, marks=True)
 
-    def _grid(self, verbose: bool) -> list[str]:
-        """A row for each operator and a mark for each dtype; without `verbose`, only operators that do not pass."""
-        rows = [["", *SHORT.values()]]
-        for name, by_dtype in self._matrix().items():
-            marks = [MARKS[self.verdict(by_dtype[d])] if d in by_dtype else "" for d in SHORT]
-            if verbose or set(marks) - {".", ""}:
-                rows.append([forms.cut(name, 32), *marks])
-        if len(rows) == 1:
-            return []
-        legend = ", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items())
-        return ["", *forms.table(rows, left=1), legend]
-
-    def _graphs(self) -> list[str]:
+    def _graphs(self) -> Iterator[Block]:
         """How many operators, modules and optimizers graphs capture, and why they cannot capture the others."""
         ran, refused, failed = collections.Counter(), collections.defaultdict(collections.Counter), set()
         for record in self.records:
@@ -170,7 +179,6 @@ class Results:
                     refused[name][note.removeprefix(graphs.NOTE)] += count
             if any(failure["check"].startswith(graphs.CHECK) for failure in record["failures"]):
                 failed.add(name)
-        lines: list[str] = []
         for kind in ("operators", "modules", "optimizers"):
             names = {name for name in {*+ran, *failed} if _kind(name) == kind} - graphs.DYNAMIC  # +: what ran
             bad = {name: refused[name] for name in sorted(names) if name in failed or refused[name]}
@@ -178,74 +186,46 @@ class Results:
                 continue
             share = 100 * (len(names) - len(bad)) / len(names)
             fixed = " whose results' shapes do not depend on values" if kind == "operators" else ""
-            lines += ["", *forms.wrapped([
+            others = " The others, with the number of calls that each cause affects:" if bad else ""
+            causes = []
+            for name, counts in bad.items():
+                said = [f"{cause} ({count} of {ran[name]})" for cause, count in counts.most_common()]
+                causes.append(Text(f"{name}: {'; '.join([*said, *['differs, see below'] * (name in failed)])}", 2))
+            yield Section(
                 f"Graphs capture {len(names) - len(bad)} of {len(names)} {kind}{fixed}, and replay what eager mode "
-                f"computes: {share:.1f} %.{' The others, with the number of calls that each cause affects:' if bad else ''}"
-            ], 0)]  # fmt: skip
-            for name, causes in bad.items():
-                said = [f"{cause} ({count} of {ran[name]})" for cause, count in causes.most_common()]
-                lines += forms.wrapped([f"{name}: {'; '.join([*said, *['differs, see below'] * (name in failed)])}"], 2)
-        return lines
+                f"computes: {share:.1f} %.{others}",
+                causes,
+            )
 
-    def _failures(self) -> list[str]:
+    def _failures(self) -> Iterator[Block]:
         groups: dict[tuple[str, str, str], list[tuple[Record, Record]]] = collections.defaultdict(list)
         for record in self.records:
             if self.verdict(record) == "fail":
                 for failure in record["failures"]:
                     groups[record["operator"], failure["check"], failure["kind"]].append((record, failure))
-        lines = ["", "Failures, most frequent first:"] if groups else []
+        said: list[Block] = []
         for (name, check, kind), found in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
             dtypes = ", ".join(sorted({record["dtype"] for record, _ in found}, key=opinfo.DTYPES.index))
             record, failure = found[0]
-            lines.append(f"{len(found):5} {name} {check} [{kind}]")
             where = f"{dtypes}; {record['dtype']} sample {failure['sample']}: {failure['message']}"
-            lines += forms.wrapped([where], 6)
-        return lines
+            said += [Lines([f"{len(found):5} {name} {check} [{kind}]"]), Text(where, 6)]
+        if said:
+            yield Section("Failures, most frequent first:", said)
+        for record in self.records:
+            if self.verdict(record) == "fixed":
+                yield Text(
+                    f"{record['operator']} {record['dtype']} is a known failure but passes: take it off the list"
+                )
 
-    def _compared(self) -> list[str]:
-        lines = ["", f"Against the earlier run: {len(self.regressions)} regressions, {len(self.repaired)} cases fixed"]
-        for record, new in self.regressions:
-            lines += forms.wrapped([f"REGRESSED {record['operator']} {record['dtype']}: {', '.join(new)}"], 2)
-        return lines
-
-    # ---- JSON and HTML ----
+    # ---- JSON ----
 
     def dict(self) -> dict[str, Any]:
         return {
             **self.header,
-            "good": self.good,
+            "good": self.passed,
             "summary": self.summary(),
             "regressions": [
                 {"operator": r["operator"], "dtype": r["dtype"], "new": new} for r, new in self.regressions
             ],
             "cases": [{**r, "verdict": self.verdict(r)} for r in self.records],
         }
-
-    def html(self) -> str:
-        """A heat map: a row for each operator, a column for each dtype."""
-        present = [d for d in SHORT if any(r["dtype"] == d for r in self.records)]
-        rows: list[list[Any]] = [["operator", *(SHORT[d] for d in present)]]
-        regressed = {(r["operator"], r["dtype"]) for r, _ in self.regressions}
-        for name, by_dtype in self._matrix().items():
-            cells: list[Any] = []
-            for dtype in present:
-                if dtype not in by_dtype:
-                    cells.append("")
-                    continue
-                record = by_dtype[dtype]
-                verdict = self.verdict(record)
-                said = "\n".join(f"{f['check']} [{f['kind']}] {f['message']}" for f in record["failures"])
-                mark = "R" if (name, dtype) in regressed else MARKS[verdict]
-                cells.append((mark, {"class": verdict, "title": f"{name} {dtype}: {said or verdict}"}))
-            rows.append([name, *cells])
-        judged = collections.Counter(map(self.verdict, self.records))
-        marks = {v: (MARKS[v], text) for v, text in VERDICTS.items()} | {"regressed": ("R", "regressed")}
-        body = [
-            pages.text(self.summary()),
-            pages.text(", ".join(f"{name} {value}" for name, value in self.header.items())),
-            pages.facts({"operators": len(rows) - 1, **{v: judged[v] for v in VERDICTS}}),
-            pages.section("By dtype", pages.table(self._by_dtype())),
-            pages.section("By operator", pages.legend(marks) + f'<div class="map">{pages.table(rows)}</div>'),
-        ]
-        title = f"conformance of {self.header.get('device', '')}"
-        return pages.page(title, title, "".join(body))

@@ -19,12 +19,12 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import backends, dispatch, operators
-from openreg_tools.conformance import freed, outcomes
+from openreg_tools.conformance import freed, layouts, outcomes
 from openreg_tools.conformance.attempts import Attempt, attempts
 from openreg_tools.conformance.guarded import stays_within
-from openreg_tools.conformance.known_arguments import SAMPLES
 from openreg_tools.conformance.outcomes import Comparison, Report, first_line
 from openreg_tools.core import child, from_schema, opinfo
+from openreg_tools.core.known_arguments import SAMPLES
 from openreg_tools.core.move import Move, is_written
 from openreg_tools.core.samples import Sample, sample_of
 
@@ -124,6 +124,16 @@ UNCOMPARED: dict[str, str] = {
     "aten::fbgemm_pack_quantized_matrix": "as fbgemm_pack_gemm_matrix_fp16",
     "aten::fbgemm_pack_quantized_matrix.KN": "as fbgemm_pack_gemm_matrix_fp16",
 }
+
+# Operators whose results depend on more than their arguments, or that have parts without a defined value.
+UNDEFINED: dict[str, str] = {f"aten::{name}": why for name, why in layouts.WRITTEN_IN_PART.items()}
+
+
+def is_uncompared(name: str) -> bool:
+    """Whether an operator asks for the device type, or belongs to a CPU library, which takes only CPU tensors."""
+    of_library = name.startswith(("mkl::", "mkldnn::", "mkldnn_prepacked::", "onednn::"))
+    return name in UNCOMPARED or name.startswith("aten::_autocast_to_") or of_library
+
 
 # The CPU's error messages for dtypes that CUDA and the device support.
 LACKS_DTYPE = re.compile(

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from openreg_tools.conformance import asynchronous, freed, graphs, layouts, transforms
+from openreg_tools.conformance import freed, graphs, layouts, transforms
 from openreg_tools.conformance.one_sample import OneSample
 from openreg_tools.conformance.outcomes import Report
 from openreg_tools.core import opinfo
 from openreg_tools.core.move import Move
 
 DIRECT = ("forward", "backward", "inplace", "out", "sparse", "errors")
-CHECKS = (*DIRECT, "layouts", *asynchronous.CHECKS, graphs.CHECK, freed.CHECK, *transforms.CHECKS)
+CHECKS = (*DIRECT, "layouts", graphs.CHECK, freed.CHECK, *transforms.CHECKS)
 
 # The checks of one sample, in the order in which they run.
 _OF_SAMPLE: dict[str, Callable[[OneSample], None]] = {
@@ -67,8 +67,6 @@ def check(
                     one.backward("sparse")
         if "errors" in checks and op.error_inputs_func and is_first:
             _errors(op, device, 4 * samples, report, at)
-        if not set(asynchronous.CHECKS).isdisjoint(checks):
-            asynchronous.check(op, dtype, device, samples, checks, report, at)
         if freed.CHECK in checks and is_first:
             for i, sample in enumerate(opinfo.samples(op, dtype, False, samples)):
                 call = functools.partial(OneSample(op, sample, i, device, report).call, op)

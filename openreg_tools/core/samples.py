@@ -58,10 +58,10 @@ def shown(value: Any) -> str:
     """A value as in a report: ``float32[3, 4]``."""
     match value:
         case Tensor():
-            strided = value.layout == torch.strided
-            layout = f" {value.layout}" if not strided else f" strides {list(value.stride())}"
-            plain = strided and (value.is_nested or value.is_contiguous())
-            return f"{dtype_name(value.dtype)}{shape_of(value)}{'' if plain else layout}"
+            layout = "" if value.layout == torch.strided else f" {value.layout}"
+            if not layout and not value.is_nested and not value.is_contiguous():
+                layout = f" strides {list(value.stride())}"
+            return f"{dtype_name(value.dtype)}{shape_of(value)}{layout}"
         case list() | tuple():
             return f"[{', '.join(map(shown, value))}]"
         case StorageOf():

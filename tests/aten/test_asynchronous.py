@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import launch_modes as asynchronous
 import pytest
 import torch
 from kit import in_threads
 
 from openreg_ops import _C
 from openreg_ops.meta.op import SAMPLES
-from openreg_tools.conformance import asynchronous, opinfo
-from openreg_tools.samples import sample_of
+from openreg_tools.conformance import outcomes
+from openreg_tools.core import opinfo
+from openreg_tools.core.samples import sample_of
 
 pytestmark = pytest.mark.conformance
 
@@ -28,8 +30,8 @@ def found(report):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_both_modes_agree(name):
-    op, report = opinfo.database()[name], opinfo.Report()
-    dtype = opinfo._first_dtype(op)
+    op, report = opinfo.database()[name], outcomes.Report()
+    dtype = opinfo.first_dtype(op)
     asynchronous.check(op, dtype, DEVICE, 1, asynchronous.CHECKS, report, at=lambda where: None)
     assert report.ran["async"] >= 1 and report.ran["async_errors"] > 15
     assert not report.failures, found(report)
@@ -88,7 +90,7 @@ def test_what_a_kernel_refuses_is_raised_at_the_call(name):
         for _ in range(2):
             with pytest.raises(type(inline.value)) as caught:
                 REFUSED[name](x)
-            assert opinfo.first_line(caught.value) == opinfo.first_line(inline.value)
+            assert outcomes.first_line(caught.value) == outcomes.first_line(inline.value)
         torch.openreg.synchronize()
         assert torch.equal((x + x).cpu(), torch.full((3, 3), 2.0))
 

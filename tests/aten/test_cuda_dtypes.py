@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from openreg_tools.conformance import cuda_dtypes, opinfo
+from openreg_tools.conformance import cuda_dtypes
+from openreg_tools.core import opinfo
 
 pytestmark = pytest.mark.conformance
 
@@ -28,7 +29,7 @@ def said(report):
 @pytest.mark.parametrize("name", WITH_MISSING)
 def test_takes_the_dtypes_of_cuda(name):
     op = opinfo.database()[name]
-    report = cuda_dtypes.check(op, opinfo._first_dtype(op), DEVICE, 2, ("cuda_dtypes",))
+    report = cuda_dtypes.check(op, opinfo.first_dtype(op), DEVICE, 2, ("cuda_dtypes",))
     assert report.ran["cuda_dtypes"] and not report.failures, said(report)
 
 

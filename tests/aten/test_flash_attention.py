@@ -3,14 +3,16 @@
 import math
 import warnings
 
+import attention_formula as attention
 import pytest
 import torch
 import torch.nn.functional as F
-from openreg_tools.conformance.attention import attend
+from attention_formula import attend
 from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 from torch.testing import assert_close
 
-from openreg_tools.conformance import attention, opinfo, sweep
+from openreg_tools.conformance import sweep
+from openreg_tools.core import opinfo
 
 DEVICE = "openreg"
 HALVES = [torch.float16, torch.bfloat16]

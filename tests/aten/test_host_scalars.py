@@ -7,7 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from openreg_ops import _build
-from openreg_tools.conformance import opinfo
+from openreg_tools.conformance import outcomes
+from openreg_tools.core import opinfo
+from openreg_tools.core.move import Move
 
 pytestmark = pytest.mark.usefixtures("mode")
 
@@ -352,12 +354,12 @@ def test_operators_that_cuda_checks_take_none(mode):
     for op in opinfo.database().values():
         if not opinfo.dtypes_of(op):
             continue
-        sample = next(opinfo._samples(op, getattr(torch, opinfo.dtypes_of(op)[0]), False, 1), None)
+        sample = next(opinfo.samples(op, getattr(torch, opinfo.dtypes_of(op)[0]), False, 1), None)
         if sample is None:
             continue
-        move = opinfo.Mover(D)
+        move = Move(D)
         with substitutes, torch.no_grad():
-            opinfo.run(lambda _, op=op, sample=sample, move=move: op(move(sample.input), *move(tuple(sample.args)), **move(sample.kwargs)), "cpu")  # fmt: skip
+            outcomes.run(lambda _, op=op, sample=sample, move=move: op(move(sample.input), *move(tuple(sample.args)), **move(sample.kwargs)), "cpu")  # fmt: skip
     assert len(substitutes.tried) > 20, len(substitutes.tried)
     assert not substitutes.accepted, substitutes.accepted
 

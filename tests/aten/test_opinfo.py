@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from openreg_ops.testing.known_failures import KNOWN_FAILURES
-from openreg_tools.conformance import opinfo, sweep
+from openreg_tools.conformance import sweep
+from openreg_tools.core import opinfo
+from openreg_tools.core.move import Move
 
 pytestmark = pytest.mark.conformance
 
@@ -96,7 +98,7 @@ def test_the_checker_sees(kind, function):
 
 def test_the_checker_keeps_strides_offsets_and_shared_storage():
     base = torch.arange(12.0).reshape(3, 4)
-    move = opinfo.Mover(DEVICE)
+    move = Move(DEVICE)
     view, other = move([base.t()[1:], base])
     assert view.stride() == (1, 4) and view.storage_offset() == 1
     assert view.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from openreg_ops.meta import op
-from openreg_tools.conformance import opinfo, sweep, transforms
-from openreg_tools.conformance.one_sample import Sample
-from openreg_tools.samples import sample_of
+from openreg_tools.conformance import outcomes, sweep, transforms
+from openreg_tools.conformance.one_sample import OneSample
+from openreg_tools.core import opinfo
+from openreg_tools.core.samples import sample_of
 
 pytestmark = pytest.mark.conformance
 
@@ -256,8 +257,8 @@ def test_the_suites_operators_agree_with_their_references(name):
     args, kwargs = as_sample(name)
     info = type("Info", (), {"__call__": lambda _, *a, **k: overload(name)(*a, **k), "get_inplace": lambda _: None})()
     info.name = name
-    report = opinfo.Report()
-    one = Sample(info, SampleInput(args[0], args=args[1:], kwargs=kwargs), 0, DEVICE, report)
+    report = outcomes.Report()
+    one = OneSample(info, SampleInput(args[0], args=args[1:], kwargs=kwargs), 0, DEVICE, report)
     # A backward operator that runs cannot know which results its derivative would reach.
     backward = name.endswith(("_backward", "_gradients"))
     for check in transforms.CHECKS:

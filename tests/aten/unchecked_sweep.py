@@ -25,7 +25,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from openreg_tools.conformance.calls import Move, fenced
+from openreg_tools.conformance.guarded import fenced
+from openreg_tools.core.move import Move
 
 GROUP = 8  # operators that share a process
 

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from openreg_ops.meta import op
-from openreg_tools.samples import Sample, sample_of
+from openreg_tools.core.samples import Sample, sample_of
 
 pytestmark = pytest.mark.processes
 

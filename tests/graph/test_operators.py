@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import openreg_ops
 from openreg_ops import inductor
 from openreg_ops.meta.op import SAMPLES
-from openreg_tools.samples import Sample
+from openreg_tools.core.samples import Sample
 
 pytestmark = pytest.mark.compiles
 

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from openreg_tools.samples import sample_of
+from openreg_tools.core.samples import sample_of
 
 DEVICE = "openreg:0"
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

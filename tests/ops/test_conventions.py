@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from openreg_ops.meta import op
-from openreg_tools.samples import sample_of
+from openreg_tools.core.samples import sample_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/operators.md"

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from openreg_ops.meta import op
 from openreg_ops.testing import Sample, check
 from openreg_tools import backends
-from openreg_tools.samples import sample_of
+from openreg_tools.core.samples import sample_of
 
 NAMES = sorted(op.SAMPLES)
 MUTABLE = {name for name in NAMES if getattr(torch.ops.openreg, name).default._schema.is_mutable}

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map_only
 from openreg_ops import kernel_library
 from openreg_ops.meta import op
-from openreg_tools.samples import sample_of
+from openreg_tools.core.samples import sample_of
 
 libraries = {line.rpartition("/")[2].strip() for line in open("/proc/self/maps") if "/_ops_" in line}
 print(kernel_library.capability(), *libraries)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from openreg_tools.generate import search
 from processes import python
 from torch import Tensor
 from torch.library import opcheck
@@ -35,9 +36,8 @@ from openreg_tools.check.checker import derived, operator, preserved
 from openreg_tools.check.checks import CHECKS, SLOW, UNUSUAL, unbacked
 from openreg_tools.check.checks.derivatives import derivative
 from openreg_tools.check.report import MARKS, PARTS, Report, Result
+from openreg_tools.core.samples import parse
 from openreg_tools.forms import Wrong
-from openreg_tools.generate import search
-from openreg_tools.samples import parse
 
 ROOT = Path(__file__).parents[2]
 pytest_plugins = ["pytest_openreg_ops"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import signal
 
 import pytest
@@ -10,21 +9,13 @@ import torch
 from torch.testing._internal.common_dtype import custom_types
 from torch.testing._internal.opinfo.core import ErrorInput, OpInfo, SampleInput
 
-from openreg_tools.conformance import (
-    calls,
-    cuda_dtypes,
-    freed,
-    generated,
-    graphs,
-    layouts,
-    opinfo,
-    schemas,
-    survey,
-    sweep,
-    training,
-    worker,
-)
 from openreg_tools.conformance import command as conformance
+from openreg_tools.conformance import cuda_dtypes, freed, graphs, layouts, outcomes, schemas, sweep, training
+from openreg_tools.conformance.attempts import attempts
+from openreg_tools.conformance.guarded import Guarded
+from openreg_tools.core import from_schema
+from openreg_tools.core.move import Move
+from openreg_tools.core.samples import Sample
 
 pytestmark = pytest.mark.conformance
 DEVICE = "openreg"
@@ -174,10 +165,9 @@ def refuses(device_side, count=1):
     )
 
 
-@pytest.mark.parametrize("check", ["errors", "async_errors"])
-def test_wrong_inputs_of_the_database(check):
+def test_wrong_inputs_of_the_database():
     """They run once, with the first dtype, and `at` is told where they are."""
-    said = []
+    said, check = [], "errors"
     report = sweep.check(refuses(refuse, 3), torch.float32, DEVICE, checks=(check,), at=said.append)
     assert report.ran[check] >= 3 and not report.failures
     assert [f"{check}, sample {i}" in said for i in range(4)] == [True] * 3 + [False], said
@@ -208,8 +198,8 @@ def test_results_that_cannot_be_compared_are_counted(monkeypatch, offset, reads)
     nested = torch._nested_view_from_buffer(torch.ones(6), torch.tensor([[2], [3]]), torch.ones(2, 1).long(), offsets)
     offsets[1] = offset
     for result, compares in ((nested, reads and offset == 3), (torch.ones(3), True)):
-        report = opinfo.Report()
-        comparison = opinfo.Comparison(report, "forward", 0, "cpu", True)
+        report = outcomes.Report()
+        comparison = outcomes.Comparison(report, "forward", 0, "cpu", True)
         for _ in range(3):
             comparison.tensors(result, result)
         assert report.notes["cannot be compared"] == (0 if compares else 3)
@@ -227,15 +217,15 @@ def test_results_that_cannot_be_compared_are_counted(monkeypatch, offset, reads)
     ],
 )  # fmt: skip
 def test_failures_say_what_was_expected(change, kind, says):
-    report, x = opinfo.Report(), torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (3,), check_invariants=False)
-    opinfo.Comparison(report, "forward", 0, "cpu", True).tensors(x, change(x))
+    report, x = outcomes.Report(), torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (3,), check_invariants=False)
+    outcomes.Comparison(report, "forward", 0, "cpu", True).tensors(x, change(x))
     assert (report.failures[0].kind, report.failures[0].message) == (kind, says)
 
 
 def test_reports_add_up():
-    one, other = opinfo.Report(), opinfo.Report()
+    one, other = outcomes.Report(), outcomes.Report()
     for report, name in ((one, "first"), (other, "second")):
-        report.failures.append(opinfo.Failure(name, "value", 0, "differs"))
+        report.failures.append(outcomes.Failure(name, "value", 0, "differs"))
         report.ran["forward"] += 2
         report.notes["rounding"] += 1
     one.add(other)
@@ -246,7 +236,7 @@ def test_reports_add_up():
 def test_a_generator_is_copied_with_its_state():
     numbers = torch.Generator().manual_seed(7)
     torch.rand(5, generator=numbers)
-    copy = opinfo.Mover(DEVICE)(numbers)
+    copy = Move(DEVICE)(numbers)
     assert copy.device.type == DEVICE
     assert torch.equal(torch.rand(9, generator=copy, device=DEVICE).cpu(), torch.rand(9, generator=numbers))
 
@@ -444,42 +434,6 @@ def test_what_fails_without_autocast_is_not_its_affair():
     assert not report.ran and not report.failures
 
 
-# ---- async mode ----
-
-
-@pytest.mark.parametrize("kind", ["value", "no error"])
-def test_results_in_async_mode(kind):
-    """Of a result that fits, and of one of another dtype, which is refused."""
-
-    def function(x, *, out=None):
-        if out is None or torch.openreg.get_launch_mode() == "inline":
-            return torch.mul(x, 2, out=out)
-        if kind == "value":
-            return torch.mul(x, 3, out=out)
-        return out
-
-    op = operator(function, supports_out=True)
-    report = sweep.check(op, torch.float32, DEVICE, 1, ("async", "async_errors"))
-    assert ("async_errors", kind) in kinds(report)
-    right = operator(double, supports_out=True)
-    report = sweep.check(right, torch.float32, DEVICE, 1, ("async", "async_errors"))
-    assert not report.failures and report.ran["async_errors"] >= 4
-
-
-@pytest.mark.parametrize("more", [0, 1 << 50])
-def test_out_of_memory_in_async_mode(more):
-    """What is in use at that moment may differ, the size that is asked for may not."""
-
-    def function(x):
-        size = (1 << 50) + (more if torch.openreg.get_launch_mode() == "async" else 0)
-        held.append(torch.empty(1 << 20, device=x.device))
-        return torch.empty(size, dtype=torch.uint8, device=x.device)
-
-    held = []
-    report = sweep.check(operator(function), torch.float32, DEVICE, 1, ("async_errors",))
-    assert report.ran["async_errors"] and bool(report.failures) == bool(more)
-
-
 # ---- arguments without memory ----
 
 
@@ -494,8 +448,8 @@ def test_a_call_that_does_not_expect_an_argument_without_memory(reads, kind):
             raise RuntimeError("data INTERNAL ASSERT FAILED")
         return x + y  # raises what it may raise
 
-    report, places = opinfo.Report(), []
-    freed.compare(report, 4, "sample 4", call, lambda: opinfo.Mover(DEVICE), places.append)
+    report, places = outcomes.Report(), []
+    freed.compare(report, 4, "sample 4", call, lambda: Move(DEVICE), places.append)
     assert asked == [(12, 12), (0, 12), (0, 12), (12, 0), (12, 0)]  # in both launch modes
     assert report.ran["freed"] == 4 and places[-1] == "freed, sample 4, tensor 1, async"
     assert {(f.check, f.kind, f.sample) for f in report.failures} == ({("freed", kind, 4)} if kind else set())
@@ -518,7 +472,7 @@ def test_a_graph_that_keeps_what_a_number_promoted(monkeypatch):
 
     op = operator(clamp, count=1)
     op.sample_inputs_func = lambda *_, **__: [SampleInput(torch.tensor([3, -7, 1]), args=(2,))]
-    report = opinfo.Report()
+    report = outcomes.Report()
     graphs.check_numbers(op, torch.int64, DEVICE, report)
     assert [f.kind for f in report.failures] == ["value"] and report.ran["graph"] == 2
     assert report.failures[0].message.startswith("-1.5 as argument 0: replay 0 gave")
@@ -534,7 +488,7 @@ def test_a_graph_that_differs_from_eager_mode(kind):
             return refuse() if kind == "error" else x * (3 if kind else 2)
         return x * 2
 
-    report, before = opinfo.Report(), torch.accelerator.current_stream()
+    report, before = outcomes.Report(), torch.accelerator.current_stream()
     graphs.compare(report, 7, "valid", call, ([torch.ones(3)], {}), DEVICE)
     assert [(f.check, f.kind, f.sample) for f in report.failures] == ([("graph", kind, 7)] if kind else [])
     assert report.ran["graph"] == 1 and all(f.message.startswith("valid: ") for f in report.failures)
@@ -544,7 +498,7 @@ def test_a_graph_that_differs_from_eager_mode(kind):
 
 
 def test_what_is_written_around_a_result():
-    made = layouts.Guarded.like(torch.zeros(3, 4), "sliced", DEVICE)
+    made = layouts.Guarded.like(torch.zeros(3, 4), "stepped", DEVICE)
     assert made.overrun() is None
     owned = made.owned.nonzero().flatten()
     between = next(i for i in range(int(owned[0]), int(owned[-1])) if not made.owned[i])
@@ -579,7 +533,7 @@ def test_the_forms_of_an_operator(name, out, inplace):
 def test_views_between_guards(view):
     """They have their values and strides, and share memory where the arguments do."""
     base = torch.arange(1.0, 17.0).view(4, 4)
-    x, move = view(base), calls._Guarded(85)
+    x, move = view(base), Guarded(85)
     made = move(x)
     assert torch.equal(made, x) and made.stride() == x.stride() and made.storage_offset() == x.storage_offset()
     assert move.is_whole() and made.data_ptr() != x.data_ptr()
@@ -594,7 +548,7 @@ def test_views_between_guards(view):
 def one_call(monkeypatch):
     """An operator of which the CPU refuses the only call."""
     monkeypatch.setattr(schemas, "accepted", lambda name, samples: [])
-    monkeypatch.setattr(schemas, "refused", lambda name, samples: [calls.Call([torch.ones(2)], {})])
+    monkeypatch.setattr(schemas, "refused", lambda name, samples: [Sample(torch.ones(2))])
     monkeypatch.setattr(schemas, "is_own", lambda name, device: False)
 
 
@@ -617,7 +571,7 @@ def test_a_call_that_the_cpu_alone_refuses(monkeypatch):
     ],
 )  # fmt: skip
 def test_a_call_whose_outcome_differs_from_the_cpus(monkeypatch, kind, cpu, there):
-    monkeypatch.setattr(schemas, "accepted", lambda name, samples: [calls.Call([torch.ones(2)], {})])
+    monkeypatch.setattr(schemas, "accepted", lambda name, samples: [Sample(torch.ones(2))])
     with torch.library._scoped_library("test_sees", "DEF") as library:
         library.define("f(Tensor x) -> Tensor")
         library.impl("f", lambda x: cpu(x), "CPU")
@@ -628,7 +582,7 @@ def test_a_call_whose_outcome_differs_from_the_cpus(monkeypatch, kind, cpu, ther
 
 @pytest.mark.parametrize("setting", [(False, False), (True, False), (True, True)])
 def test_the_choice_of_deterministic_algorithms_stays(monkeypatch, setting):
-    monkeypatch.setattr(schemas, "accepted", lambda name, samples: [calls.Call([torch.ones(2)], {})])
+    monkeypatch.setattr(schemas, "accepted", lambda name, samples: [Sample(torch.ones(2))])
     torch.use_deterministic_algorithms(setting[0], warn_only=setting[1])
     try:
         schemas.check("aten::neg", DEVICE, 1, ("generated",))
@@ -658,7 +612,7 @@ def test_a_damaged_list_of_tensors_resembles_the_right_one():
     """What replaces one of its tensors has its shape and another dtype, or its dtype and another shape."""
     good, seen = [torch.ones(5, 7, dtype=torch.int8) for _ in range(2)], set()
     for k in range(200):
-        tensors = generated.garbage("aten::cat", calls.Call([good], {}), k).args[0]
+        tensors = from_schema.garbage("aten::cat", Sample(good), k).args[0]
         others = [x for x in tensors or () if not any(x is each for each in good)]
         if len(tensors or ()) == 2 and len(others) == 1:
             seen |= {(tuple(x.shape), x.dtype) for x in others if isinstance(x, torch.Tensor) and not x.is_nested}
@@ -667,14 +621,14 @@ def test_a_damaged_list_of_tensors_resembles_the_right_one():
 
 
 def test_a_survey_ends_when_enough_returned():
-    attempts = survey.survey(9, lambda i: refuse() if i % 2 else None, enough=3)
-    assert [(i, outcome.kind) for i, outcome in attempts] == [
+    made = attempts(9, lambda i: refuse() if i % 2 else None, enough=3)
+    assert [(i, outcome.kind) for i, outcome in made] == [
         (0, "returned"), (1, "raised"), (2, "returned"), (3, "raised"), (4, "returned"),
     ]  # fmt: skip
 
 
 def test_three_calls_that_hang_end_a_survey():
-    hung = survey.survey(9, lambda i: signal.pause(), enough=1, seconds=0.2)
+    hung = attempts(9, lambda i: signal.pause(), enough=1, seconds=0.2)
     assert [outcome.kind for _, outcome in hung] == ["hung"] * 3
 
 
@@ -791,41 +745,6 @@ def test_an_optimizer_that_is_wrong_with_one_option(option, wrong):
 
 
 # ---- the command ----
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize("out", [Terminal(), io.StringIO()], ids=["terminal", "file"])
-def test_progress(monkeypatch, out):
-    now = [0.0]
-    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
-    progress = worker.Progress(4, "differ", out)
-    for failures, dtype in (([], "float32"), (["one"], "int64"), ([], "bool"), ([], "half")):
-        now[0] += 60
-        progress.step(1, len(failures), f"neg {dtype}")
-    texts = [
-        "[#####...............] 1/4 0 differ, 3 min left  neg float32",
-        "[##########..........] 2/4 1 differ, 2 min left  neg int64",
-        "[###############.....] 3/4 1 differ, 1 min left  neg bool",
-        "[####################] 4/4 1 differ, 0 min left  neg half",
-    ]
-    if out.isatty():
-        assert out.getvalue() == "".join(f"\r{text:<79}" for text in texts) + "\n"
-    else:
-        assert out.getvalue().splitlines() == texts
-
-
-def test_progress_is_quiet_in_between(monkeypatch):
-    now, out = [0.0], io.StringIO()
-    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
-    progress = worker.Progress(100, "findings", out)
-    for _ in range(99):
-        now[0] += 1
-        progress.step(1, 0, "neg int64")
-    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["30/100", "60/100", "90/100"]
 
 
 @pytest.mark.parametrize("option", ["--dtypes", "--checks", "--suites"])

@@ -22,7 +22,7 @@ from torch.testing._internal.common_utils import TestCase
 
 import openreg_ops  # noqa: F401
 from openreg_ops.testing import device_type, device_type_report
-from openreg_tools.conformance.opinfo import Mover
+from openreg_tools.core.move import Move
 
 pytestmark = pytest.mark.processes
 
@@ -38,7 +38,7 @@ class TestOpenregOps(TestCase):
         for sample in op.sample_inputs(device, dtype):
             actual = op(sample.input, *sample.args, **sample.kwargs)
             self.assertEqual(actual.device.type, "openreg")
-            host = Mover("cpu")
+            host = Move("cpu")
             expected = op(sample.input.cpu(), *_to_host(sample.args, host), **_to_host(sample.kwargs, host))
             self.assertEqual(actual.cpu(), expected)
 

@@ -14,9 +14,11 @@ import torch
 from processes import forking, python
 from test_conformance import command
 
-from openreg_tools.conformance import command as conformance
-from openreg_tools.conformance import generated, opinfo, schemas, survey
-from openreg_tools.generate import child
+from openreg_tools.conformance import attempts, generate, schemas
+from openreg_tools.conformance.command import dtypes_of, run_case
+from openreg_tools.conformance.worker import Worker
+from openreg_tools.core import from_schema, opinfo
+from openreg_tools.core.known_arguments import SAMPLES
 
 pytestmark = pytest.mark.conformance
 
@@ -37,13 +39,13 @@ LISTED = (
 def worker():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", forking())
-        worker = conformance.Worker(command("--suites", "schemas", "--samples", "2", "--timeout", "120"))
+        worker = Worker(command("--suites", "schemas", "--samples", "2", "--timeout", "120"))
         yield worker
         worker.stop()
 
 
 def found(worker, name):
-    record = worker.run(name, "float32")
+    record = run_case(worker, name, "float32")
     return record, [f"{f['check']}, sample {f['sample']} [{f['kind']}]: {f['message']}" for f in record["failures"]]
 
 
@@ -79,31 +81,31 @@ def test_listed_operators_agree_with_the_cpu(worker, name):
 
 def test_every_listed_operator_is_a_case():
     names = schemas.names("openreg")
-    assert len(names) > 2500 and set(conformance.dtypes_of(["schemas"])) == set(names)
+    assert len(names) > 2500 and set(dtypes_of(["schemas"])) == set(names)
     for table in (schemas.REACHED_BY, schemas.NOT_CALLED, schemas.DIFFERENT, schemas.UNCOMPARED):
         assert set(table) <= set(names), set(table) - set(names)
-    forms = {name for name in names if schemas._without_out(name) in schemas.NOT_CALLED}
+    forms = {name for name in names if schemas.without_out(name) in schemas.NOT_CALLED}
     assert forms <= set(schemas.NOT_CALLED), "a form with out= of an operator that is not called"
-    unlisted = {name for name in schemas.RECIPES if name.startswith("aten::")} - set(names)
-    assert set(schemas.RECIPES) - unlisted <= set(child.listed("openreg"))
-    assert unlisted <= {schemas._without_out(name) for name in names if name.endswith("out")}
+    unlisted = {name for name in SAMPLES if name.startswith("aten::")} - set(names)
+    assert set(SAMPLES) - unlisted <= set(generate.listed("openreg"))
+    assert unlisted <= {schemas.without_out(name) for name in names if name.endswith("out")}
     assert set(schemas.HOST_ARGUMENTS) <= {name.partition(".")[0] for name in names}
     assert set(schemas.REACHED_BY.values()) <= set(opinfo.database())
 
 
 @pytest.mark.filterwarnings("ignore")  # of operators that are deprecated
-def test_the_cpu_accepts_the_recipes():
-    for name in schemas.RECIPES:
-        if schemas._on_cpu(name):
+def test_the_cpu_accepts_the_known_arguments():
+    for name in SAMPLES:
+        if schemas.is_on_cpu(name):
             for call in schemas.accepted(name, 2):
                 schemas.run(name, call, "cpu")
 
 
 def test_the_form_without_out():
-    assert schemas._without_out("aten::add.out") == "aten::add.Tensor"
-    assert schemas._without_out("aten::add_.Tensor") == "aten::add.Tensor"
-    assert schemas._without_out("aten::sparse_coo_tensor.size_out") == "aten::sparse_coo_tensor.size"
-    assert not schemas._on_cpu("aten::batch_norm_stats.out") and schemas._on_cpu("aten::_coalesce.out")
+    assert schemas.without_out("aten::add.out") == "aten::add.Tensor"
+    assert schemas.without_out("aten::add_.Tensor") == "aten::add.Tensor"
+    assert schemas.without_out("aten::sparse_coo_tensor.size_out") == "aten::sparse_coo_tensor.size"
+    assert not schemas.is_on_cpu("aten::batch_norm_stats.out") and schemas.is_on_cpu("aten::_coalesce.out")
 
 
 def test_an_out_form_that_the_cpu_does_not_have():
@@ -112,16 +114,16 @@ def test_an_out_form_that_the_cpu_does_not_have():
 
 
 def test_equal_numbers_give_equal_arguments():
-    first, second = (schemas.generated.call("aten::addmm", 7) for _ in range(2))
-    assert str(first) == str(second) and torch.equal(first.args[0], second.args[0])
-    damaged = [str(generated.garbage("aten::addmm", first, k)) for k in range(40)]
-    assert damaged == [str(generated.garbage("aten::addmm", first, k)) for k in range(40)]
+    first, second = (from_schema.call("aten::addmm", 7) for _ in range(2))
+    assert repr(first) == repr(second) and torch.equal(first.args[0], second.args[0])
+    damaged = [repr(from_schema.garbage("aten::addmm", first, k)) for k in range(40)]
+    assert damaged == [repr(from_schema.garbage("aten::addmm", first, k)) for k in range(40)]
     assert len(set(damaged)) > 20
 
 
 @pytest.mark.parametrize("name, outs", [("aten::add.out", ["out"]), ("aten::max.dim_max", ["max", "max_values"])])
 def test_out_tensors_have_the_dtype_of_the_inputs_or_another(name, outs):
-    made = [schemas.generated.call(name, k) for k in range(150)]
+    made = [from_schema.call(name, k) for k in range(150)]
     for out in outs:
         dtypes = [(each.args[0].dtype, each.kwargs[out].dtype) for each in made]
         assert {torch.float64, torch.int64, torch.bfloat16} <= {dtype for _, dtype in dtypes}
@@ -130,7 +132,7 @@ def test_out_tensors_have_the_dtype_of_the_inputs_or_another(name, outs):
 
 
 def test_arguments_recorded_from_opinfo():
-    (call, *_) = generated.recorded("aten::convolution_backward", "nn.functional.conv2d")
+    (call, *_) = opinfo.calls_of(torch.ops.aten.convolution_backward.default, "nn.functional.conv2d")
     assert schemas.run("aten::convolution_backward", call, "cpu")[0]
 
 
@@ -169,11 +171,11 @@ def test_a_call_that_ends_or_hangs_its_process_costs_one_attempt():
         if i == 4:
             signal.pause()
 
-    outcomes = dict(survey.survey(6, attempt, seconds=2))
+    outcomes = dict(attempts.attempts(6, attempt, seconds=2))
     assert [outcomes[i].kind for i in range(6)] == ["returned", "crashed", "returned", "raised", "hung", "returned"]
     assert outcomes[1].message == "signal 11: Fatal Python error: Segmentation fault"
     assert outcomes[3].message == "ValueError: no"
-    assert [i for i, _ in survey.survey(6, lambda i: None, enough=2)] == [0, 1]
+    assert [i for i, _ in attempts.attempts(6, lambda i: None, enough=2)] == [0, 1]
 
 
 # ---- what the checks found ----

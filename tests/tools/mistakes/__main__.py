@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import mistakes
 from openreg_ops.testing import check
 from openreg_tools.core import child
-from openreg_tools.samples import sample_of
+from openreg_tools.core.samples import sample_of
 
 
 def has_gradient(op: object, args: tuple, kwargs: dict) -> bool:

@@ -88,7 +88,7 @@ def dropout_with_an_explicit_one():
         "dropout_with_an_explicit_one" + NOISE,
         lambda x, p=0.5, *, generator=None: (x * (uniform(x, generator) >= p)).contiguous(),
     )
-    from openreg_tools.samples import Sample
+    from openreg_tools.core.samples import Sample
 
     return Example(op, [Sample(X, 0.5, generator=Generator().manual_seed(5))])
 
@@ -114,6 +114,6 @@ def dropout_with_a_generator_of_the_device():
         "dropout_with_a_generator_of_the_device" + NOISE,
         lambda x, p=0.5, *, generator=None: (x * (uniform(x, generator) >= p)).contiguous(),
     )
-    from openreg_tools.samples import Sample
+    from openreg_tools.core.samples import Sample
 
     return Example(op, [Sample(X, 0.5, generator=Generator("openreg").manual_seed(5))])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mistakes import LIBRARY, Example, define, right
-from openreg_tools.samples import Sample
+from openreg_tools.core.samples import Sample
 
 
 def product(x, *, weight):

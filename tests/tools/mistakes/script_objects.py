@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mistakes import Example, define, right, without_gradient
-from openreg_tools.samples import Sample
+from openreg_tools.core.samples import Sample
 
 LINEAR = "__torch__.torch.classes.quantized.LinearPackedParamsBase"
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from mistakes import Example, define, right
-from openreg_tools.samples import Sample
+from openreg_tools.core.samples import Sample
 
 
 @right()

@@ -1,0 +1,341 @@
+"""The worker's side of generated calls: runs cases of an operator on the CPU and on the device up to one that fails."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from openreg_tools import backends, dispatch
+from openreg_tools.conformance import close_enough, draw, schemas
+from openreg_tools.conformance.attempts import Attempt, attempts
+from openreg_tools.conformance.close_enough import Plain
+from openreg_tools.conformance.draw import Case, leaves_of
+from openreg_tools.conformance.guarded import Guarded, fenced, stays_within
+from openreg_tools.conformance.outcomes import Comparison, Outcome, Report, first_line, run
+from openreg_tools.core import child, from_schema
+from openreg_tools.core import device as devices
+from openreg_tools.core.move import Move, Stays, StorageOf, is_written
+from openreg_tools.core.samples import Sample
+from openreg_tools.core.variations import is_strided, tensors_of
+
+__all__ = ["Calls"]
+
+BYTES = 1 << 30  # of memory for one call: a huge size is an error, instead of minutes of work
+_ELSEWHERE = "an argument is on another device or has no memory, or the call does not name the device"
+_SHARED = "memory is written to that another argument shares"
+# An error that states a rule. An accident in a kernel says something else.
+_RULE = re.compile(r"\b(must|should|expect(s|ed)?|requires?|only|supports?|not (yet )?(implemented|supported))\b", re.I)
+
+
+class _WritesBeyondError(Exception):
+    """The CPU's kernel does not check shapes, and writes beyond its arguments."""
+
+
+class Calls:
+    """Runs generated calls on a device, in a worker process.
+
+    Args:
+        given: the samples to start from, as `check` accepts them; the operator's own if there are none.
+        answer: sends the step that may end the process to the parent.
+    """
+
+    def __init__(self, device: str, given: dict[str, Any], answer: Callable[[Any], None]) -> None:
+        self.device, self.answer = device, answer
+        self.alone = torch.device(device).type == "cpu"  # then the reference is contiguous memory
+        self.given = draw.given_samples(given)
+        module = torch.get_device_module(device)
+        if limit := getattr(module, "set_per_process_memory_fraction", None):
+            limit(min(1.0, BYTES / module.mem_get_info(device)[1]), torch.device(device).index)
+
+    def bases(self, name: str) -> list[Sample]:
+        """The calls that cases start from."""
+        return self.given or draw.base_calls(name)
+
+    def answer_to(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Does what the parent asks for: generated calls of an operator, or one case again."""
+        match request:
+            case {"generate": name, "count": count, "seed": seed}:
+                return self.run(name, count, seed)
+            case {"case": case}:
+                return self.run_case(case)
+        raise ValueError(request)
+
+    def run(self, name: str, count: int, seed: int) -> dict[str, Any]:
+        """Draw cases of an operator and run them up to the first that fails."""
+        self.answer({"at": "making arguments"})
+        bases = self.bases(name)
+        return self.run_cases(name, bases, list(draw.cases(name, bases, count, seed, aliases=not self.alone)))
+
+    def run_case(self, case: Case) -> dict[str, Any]:
+        """Run one case again; says what is wrong with it if a change does not fit its argument."""
+        self.answer({"at": "making arguments"})
+        bases = self.bases(case["op"])
+        if not 0 <= case["base"] < len(bases):
+            return {"wrong": f"{case['op']} has {len(bases)} calls to start from, from 0 on"}
+        found = self.run_cases(case["op"], bases, [case])
+        return {"wrong": f"a change does not fit: {[*found['notes']][0]}"} if "unfit" in found["ends"] else found
+
+    def run_cases(self, name: str, bases: list[Sample], drawn: list[Case]) -> dict[str, Any]:
+        made: list[tuple[Case, Sample]] = []
+        ends, notes = collections.Counter(), collections.Counter()
+        found = {"ends": ends, "notes": notes, "reached": 0}
+        with warnings.catch_warnings(), schemas.filled_memory():
+            warnings.simplefilter("ignore")
+            for case in drawn:
+                try:
+                    made.append((case, draw.sample_of_case(bases, case)))
+                except Exception as error:
+                    ends["unfit"] += 1
+                    notes.update([first_line(error)] * (len(drawn) == 1))
+            self.answer({"at": "the CPU alone"})
+            on_cpu = schemas.is_on_cpu(name)
+            tried = dict(attempts(len(made), functools.partial(_try_on_cpu, name, made))) if on_cpu else {}
+            for i, (case, sample) in enumerate(made):
+                at = functools.partial(self._at, case)
+                end, note, failure = self.end(name, sample, case, tried.get(i), at)
+                ends[end] += 1
+                notes.update([note] if note and end != "failed" else [])
+                found["reached"] += end in ("equal", "alone", "failed") or end == "allowed" and note != _ELSEWHERE
+                if failure:
+                    said = {"kind": failure, "message": note, "call": f"({sample!r})", "case": case}
+                    return {**found, "failure": said}
+        return found
+
+    def _at(self, case: Case, where: str) -> None:
+        self.answer({"at": where, "case": case})
+
+    # ---- one case ----
+
+    def end(
+        self, name: str, sample: Sample, case: Case, tried: Attempt | None, at: Callable[[str], None]
+    ) -> tuple[str, str, str]:
+        """How a case ends, with a note, and the kind of its failure.
+
+        "equal", "both raised", "allowed", "failed"; "alone" and "refused alone" where the CPU has no kernel.
+        """
+        is_tested = (dispatch.is_custom(name) or schemas.is_of_package(name)) and not from_schema.is_alone(sample)
+        if tried and tried.kind in ("crashed", "hung"):
+            if is_tested:
+                return "failed", f"on the CPU: {tried.message}", "crash" if tried.kind == "crashed" else "timeout"
+            return "allowed", f"the CPU's kernel {'ends the process' if tried.kind == 'crashed' else 'hangs'}", ""
+        if tried and _WritesBeyondError.__name__ in tried.message:
+            return "allowed", "the CPU's kernel writes beyond its arguments", ""
+        if tried is None and schemas.is_on_cpu(name):
+            return "allowed", "the CPU's kernel hangs", ""  # in so many cases that the others were not tried
+        at("cpu")
+        cpu = _outcome(name, sample, Move("cpu")) if tried else None
+        at("device")
+        there = _outcome(name, sample, Move(self.device))
+        internal = "INTERNAL ASSERT"
+        if internal in str(there.error) and not (cpu and internal in str(cpu.error)) and not _is_boxing(sample, there):
+            return "failed", first_line(there.error), "internal"
+        if cpu is None:
+            return ("alone" if there.error is None else "refused alone"), "", ""
+        at("comparison")
+        if cpu.error is not None or there.error is not None:
+            return self._raised(name, sample, case, cpu, there)
+        if schemas.is_uncompared(name) or any(change[0] == "garbage" for change in case["changes"]):
+            return "equal", "", ""
+        return self._compared(name, sample, cpu, there, at)
+
+    def _raised(self, name: str, sample: Sample, case: Case, cpu: Outcome, there: Outcome) -> tuple[str, str, str]:
+        """The end of a case in which one side or both raised."""
+        if cpu.error is not None and there.error is not None:
+            return "both raised", "", ""
+        theirs, ours = cpu.error and first_line(cpu.error), there.error and first_line(there.error)
+        custom, said = dispatch.is_custom(name), theirs or ours
+        if self.alone:
+            return "allowed", "refuses a layout", ""
+        if _is_elsewhere(name, sample):
+            return "allowed", _ELSEWHERE, ""
+        if schemas.is_uncompared(name) or name in {**schemas.DIFFERENT, **backends.of_operator(name).differs()}:
+            return "allowed", "errors of this operator are not compared", ""
+        if close_enough.MEMORY.search(said):
+            return "allowed", "memory", ""
+        if theirs and schemas.LACKS_DTYPE.search(theirs):
+            return "allowed", "a dtype that the CPU lacks", ""
+        if not custom and not {change[0] for change in case["changes"]} <= draw.SAME_MEANING:
+            return "allowed", "one side refuses a call that is wrong", ""
+        plain = _outcome(name, sample, Plain("cpu"))
+        if theirs and plain.error is None:
+            wrong = self._off(plain, there, name, sample) if _is_separate(name, sample) else ""
+            if wrong and not self._doubt(name, sample):
+                return "failed", wrong, "value"
+            return "allowed", "the device takes a layout that the CPU refuses", ""
+        if ours and close_enough.OVERLAP.search(ours) and not _is_separate(name, sample):
+            return "allowed", "the device refuses to write to memory that overlaps", ""
+        if theirs and not custom and not schemas.is_own(name, self.device):
+            return "allowed", "the device takes what the CPU refuses", ""
+        if ours and plain.error is not None and first_line(plain.error) == ours:
+            return "allowed", "the CPU raises this only if the arguments are contiguous", ""
+        if note := self._doubt(name, sample):
+            return "allowed", note, ""
+        if ours and not custom and _RULE.search(ours):
+            return "allowed", "the device states a rule, and the CPU does not", ""
+        if theirs:
+            return "failed", f"the CPU raised {theirs}", "no error"
+        return "failed", ours, "error"
+
+    def _compared(
+        self, name: str, sample: Sample, cpu: Outcome, there: Outcome, at: Callable[[str], None]
+    ) -> tuple[str, str, str]:
+        """The end of a case in which both sides returned."""
+        custom, report = dispatch.is_custom(name), Report()
+        separate = _is_separate(name, sample)
+        values = not schemas.is_uninitialized(name) and name not in schemas.UNDEFINED
+        if self.alone and cpu.drew:
+            return "allowed", "random numbers are drawn in the order of memory", ""
+        comparison = Comparison(report, "generated", -1, self.device, values)
+        comparison.outcomes(cpu, there)
+        failures = [(each.kind, each.message) for each in report.failures]
+        if not failures and values and not self.alone and not report.notes["strides"]:
+            failures += close_enough.beside(sample, cpu, there)
+        of_values = [kind for kind, _ in failures if kind in ("value", "shape")]
+        if values and separate and not cpu.drew and (custom or of_values):
+            at("contiguous memory")
+            plain = _outcome(name, sample, Plain("cpu"))
+            wrong = self._off(plain, there, name, sample) if plain.error is None else ""
+            if plain.error is None and (custom or not wrong):
+                failures = [(kind, message) for kind, message in failures if kind not in ("value", "shape")]
+                failures += [(wrong.partition(": ")[0], wrong.partition(": ")[2])] if wrong else []
+        if not failures:
+            return "equal", "", ""
+        kind, message = failures[0]
+        excuse = self._excuse(name, sample, kind, message, cpu, comparison, separate, at)
+        return ("allowed", excuse, "") if excuse else ("failed", message, kind)
+
+    def _excuse(
+        self, name: str, sample: Sample, kind: str, message: str, cpu: Outcome, comparison: Comparison, separate: bool,
+        at: Callable[[str], None],
+    ) -> str:  # fmt: skip
+        """Why a difference says nothing about the device; "" if it does."""
+        if kind in ("device", "alias", "rng") and _is_elsewhere(name, sample):
+            return _ELSEWHERE
+        if kind == "rng" and schemas.is_of_package(name) and comparison.exact:
+            return "a package's operator may draw other numbers"
+        if kind not in ("value", "shape", "guard", "rng", "structure"):
+            return ""
+        custom = dispatch.is_custom(name)
+        if not separate and (not custom or not _is_twice(name, sample)):
+            return _SHARED
+        if not custom and kind == "value":
+            if close_enough.overflows(sample, comparison.unequal):
+                return "infinite or huge arguments give inf or NaN in one order of operations"
+            if close_enough.as_exact(functools.partial(schemas.outcome_of, name), sample, cpu, comparison.unequal):
+                return "as far from float64 as the CPU"
+        at("confirmation")
+        return self._doubt(name, sample)
+
+    def _off(self, plain: Outcome, there: Outcome, name: str, sample: Sample) -> str:
+        """How results differ from those in contiguous memory, as "kind: message"."""
+        report = Report()
+        comparison = Comparison(report, "generated", -1, str(there.mover.device), True)
+        comparison.results(Outcome(plain.value[0], mover=plain.mover), Outcome(there.value[0], mover=there.mover))
+        found = [each for each in report.failures if each.kind in ("value", "shape")]
+        if not found or close_enough.rounds(sample, comparison.unequal):
+            return ""
+        return f"{found[0].kind}: as the CPU computes in contiguous memory, {found[0].message}"
+
+    def _doubt(self, name: str, sample: Sample) -> str:
+        """Why the CPU may cause a difference: its kernel reads beyond its arguments, or its results vary."""
+        if dispatch.is_custom(name):  # its CPU kernel is tested too
+            one, other = (_outcome(name, sample, Plain("cpu")) for _ in range(2))
+            varies = one.error is None and other.error is None and self._off(one, other, name, sample)
+            return "the results vary from call to call" if varies else ""
+        call = functools.partial(schemas.called, name, sample)
+
+        def check(_: int) -> None:
+            if not stays_within(call, resizes=True):
+                raise _WritesBeyondError
+            fenced(call)
+
+        (_, tried), *_ = attempts(1, check) or [(0, Attempt("crashed"))]
+        return "" if tried.kind == "returned" else "the CPU's kernel reads or writes beyond its arguments, or varies"
+
+
+def _try_on_cpu(name: str, made: list[tuple[Case, Sample]], i: int) -> None:
+    """In a forked process: make a call on the CPU, and again between guards."""
+    sample = made[i][1]
+    try:
+        with child.at_most(BYTES):
+            schemas.run(name, sample, "cpu")
+    finally:
+        if not dispatch.is_custom(name):
+            guarded = Guarded(0x5A)
+            with contextlib.suppress(Exception):
+                schemas.called(name, sample, guarded)
+            if not guarded.is_whole():
+                raise _WritesBeyondError
+
+
+def _outcome(name: str, sample: Sample, move: Move) -> Outcome:
+    """The results and the written arguments of a call; deferred errors are raised here."""
+
+    def call(_: Move) -> Any:
+        with child.at_most(BYTES):
+            found = schemas.called(name, sample, move)
+            if move.device.type not in ("cpu", "meta"):
+                devices.synchronize(move.device)
+        return found
+
+    outcome = run(call, str(move.device))
+    outcome.mover = move
+    return outcome
+
+
+def _is_elsewhere(name: str, sample: Sample) -> bool:
+    """Whether an argument is on the host, on meta, or without memory, or no argument says where the call runs."""
+    given = from_schema.arguments_of(name, sample)
+    inputs = tree_leaves([value for argument, value in given if not argument.is_out])
+    if not any(isinstance(x, (torch.Tensor, torch.device, StorageOf)) for x in inputs):
+        return True
+    if any(value is None and "Device" in argument.real_type.annotation_str for argument, value in given):
+        return True  # some operators then use the CPU, others the device of an argument
+    if any(value is None and argument.real_type.kind() == "TensorType" for argument, value in given):
+        return True  # the dispatcher passes it on as an undefined tensor
+    leaves = tree_leaves((sample.args, sample.kwargs))
+    stays = any(isinstance(x, Stays) or isinstance(x, torch.device) and x.type != "cpu" for x in leaves)
+    return stays or from_schema.is_alone(sample)
+
+
+def _is_separate(name: str, sample: Sample) -> bool:
+    """Whether no written argument shares its memory with another one, or has elements that share memory."""
+    leaves = leaves_of(name, sample)
+    counts = collections.Counter(x.untyped_storage()._cdata for x in tensors_of(sample) if is_strided(x))
+    written = [x for argument, x in leaves if is_written(argument) and is_strided(x)]
+    return all(counts[x.untyped_storage()._cdata] == 1 and not _overlaps_itself(x) for x in written)
+
+
+def _is_twice(name: str, sample: Sample) -> bool:
+    """Whether a written argument is also another argument, and shares its memory with nothing else."""
+    leaves = [(argument, x) for argument, x in leaves_of(name, sample) if is_strided(x)]
+    written = [x for argument, x in leaves if is_written(argument)]
+    return all(
+        x is other or x.untyped_storage()._cdata != other.untyped_storage()._cdata
+        for x in written
+        for _, other in leaves
+    ) and not any(map(_overlaps_itself, written))
+
+
+def _overlaps_itself(x: torch.Tensor) -> bool:
+    """Whether two elements share memory."""
+    if not x.numel() or x.is_meta:
+        return False
+    where = torch.arange(x.untyped_storage().nbytes() // x.element_size())
+    return where.as_strided(x.shape, x.stride(), x.storage_offset()).unique().numel() < x.numel()
+
+
+def _is_boxing(sample: Sample, there: Outcome) -> bool:
+    """Whether an internal assertion is of PyTorch's code before it calls a kernel: MathBitsFallback, or the boxing of
+    sizes that SymInt keeps on the heap."""
+    is_large = any(isinstance(x, int) and x < -(2**62) for x in tree_leaves((sample.args, sample.kwargs)))
+    said = str(there.error)
+    return "MathBitsFallback" in said or "isIntList()" in said and is_large
