@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--explain", metavar="CHECK", help="instead of OP, print what a check tests, with an example")
     parser.add_argument("--require-stable", action="store_true", help="with --abi: exit with 1 if a symbol may change")
     parser.add_argument("--generate", type=forms.count, metavar="N",
-                        help="also make N calls with hypothesis, in child processes: layouts, dtypes, special values, aliases")  # fmt: skip
+                        help="also make N random calls, in child processes: layouts, dtypes, special values, aliases")  # fmt: skip
     parser.add_argument(
         "--seed", type=int, help="seed of the generated calls: equal seeds give equal calls (default 0)"
     )
