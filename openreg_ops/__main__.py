@@ -8,7 +8,6 @@ from openreg_tools.__main__ import COMMANDS as TOOLS
 from openreg_tools.core.options import run
 
 OWN = {
-    "compiled": ("openreg_ops.testing.compiled", "run PyTorch's OpInfo database through torch.compile"),
     "new": ("openreg_ops.tools.new", "write the three files of a new operator into a checkout"),
 }
 COMMANDS = dict(sorted((TOOLS | OWN).items()))
