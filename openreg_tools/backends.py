@@ -203,10 +203,10 @@ def of_device(device: str) -> Backend:
 
 def of_key(key: str) -> Backend:
     """The `Backend` of a dispatch key such as "PrivateUse1" or "SparsePrivateUse1"."""
-    return next((each for each in _registered.values() if key.endswith(each.key)), _ANY)
+    return next((backend for backend in _registered.values() if key.endswith(backend.key)), _ANY)
 
 
 def of_operator(op: str) -> Backend:
     """The `Backend` of the package that defines the operator `op`, such as "openreg::rms_norm"."""
     namespace = op.partition("::")[0]
-    return next((each for each in _registered.values() if each.namespace == namespace), _ANY)
+    return next((backend for backend in _registered.values() if backend.namespace == namespace), _ANY)

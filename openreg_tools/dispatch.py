@@ -67,7 +67,7 @@ def names() -> list[str]:
 def overloads(op: str) -> list[str]:
     """The operators of a name without overload, such as "aten::add", in order."""
     _, found = torch._C._jit_get_operation(op)
-    every = (f"{op}.{each}" if each else op for each in found or ())
+    every = (f"{op}.{overload}" if overload else op for overload in found or ())
     return sorted(each for each in every if torch._C._dispatch_has_kernel(each))  # others are TorchScript's alone
 
 

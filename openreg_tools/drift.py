@@ -147,7 +147,7 @@ def compare(old: Manifest, new: Manifest, key: str = "") -> Drift:
     "Required" means that a backend at the dispatch key `key` (by default, for dense tensors) must register the
     operator.
     """
-    kinds = [{name: op.kind_at(key) for name, op in each.operators.items()} for each in (old, new)]
+    kinds = [{name: op.kind_at(key) for name, op in of.operators.items()} for of in (old, new)]
     drift = Drift(old.torch, new.torch, {}, {}, {}, {}, [], [], {})
     for name, op in new.operators.items():
         if name not in old.operators:
@@ -195,7 +195,7 @@ def registered(key: str) -> list[Registration]:
 def _exact(where: str, operator: str) -> str:
     """The line that names the operator, at or below the one where the block begins."""
     file, _, line = where.rpartition(":")
-    for path in (Path(file), *(each.source / file for each in backends.registered() if each.source)):
+    for path in (Path(file), *(backend.source / file for backend in backends.registered() if backend.source)):
         if line.isdigit() and path.is_file():
             lines = path.read_text().splitlines()
             for number in range(int(line), len(lines) + 1):

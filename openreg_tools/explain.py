@@ -73,12 +73,12 @@ class Explanation(Report):
         numbers = {id(s): str(i) for i, s in enumerate(self.steps, 1)}
         width = max(len(s.key) for s in shown)
         lines = []
-        for each in shown:
-            first = f"{numbers.get(id(each), ''):>2} {each.key:{width}}  "
-            lines += hanging(each.does, first) or [first.rstrip()]
-            if id(each) in numbers and each.where:
-                margin = width + 5 if width + 5 + len(each.where) <= WIDTH else 4
-                lines.append(" " * margin + cut(each.where, WIDTH - margin))
+        for passed in shown:
+            first = f"{numbers.get(id(passed), ''):>2} {passed.key:{width}}  "
+            lines += hanging(passed.does, first) or [first.rstrip()]
+            if id(passed) in numbers and passed.where:
+                margin = width + 5 if width + 5 + len(passed.where) <= WIDTH else 4
+                lines.append(" " * margin + cut(passed.where, WIDTH - margin))
         return lines
 
     def conclusion(self) -> str:
@@ -142,10 +142,12 @@ def trace_lines(calls: list[tuple[Call, list[Step] | None]], backend: str) -> li
     for call, steps in calls:
         steps = path(call.name, call.keys, backend) if steps is None else steps
         del margins[call.depth + 1 :]
-        for i, each in enumerate(steps):
+        for i, passed in enumerate(steps):
             tail = "" if i < len(steps) - 1 else f"  {call.has}"
             margin = " " * (margins[-1] + i)
-            lines.append(f"{margin}[{'redispatch' if i else 'call'}] op=[{call.name}], key=[{each.key}]{tail}".rstrip())
+            lines.append(
+                f"{margin}[{'redispatch' if i else 'call'}] op=[{call.name}], key=[{passed.key}]{tail}".rstrip()
+            )
         if call.error:
             lines += wrapped(f"raised {call.error}", margins[-1] + 1)
         margins.append(margins[-1] + len(steps))
@@ -193,7 +195,7 @@ def explain(op: str, *args: Any, target: Target | None = None, run: bool = False
     explanation = Explanation(
         name, str(dispatch.schema(name)), _called(args, kwargs, target.device),
         Target(target.device, last), has, end, steps, others, [], "",
-        [each.partition(".")[2] or "default" for each in overloads if each != name],
+        [other.partition(".")[2] or "default" for other in overloads if other != name],
     )  # fmt: skip
     if run:
         _run(explanation, args, kwargs)

@@ -36,7 +36,7 @@ def collect(packages: list[str] | None = None) -> Info:
     """
     info = Info()
     group = importlib.metadata.entry_points(group=GROUP)
-    loads = {each.value.partition(":")[0].partition(".")[0]: each.name for each in group}
+    loads = {entry.value.partition(":")[0].partition(".")[0]: entry.name for entry in group}
     with backends.without_autoload() as autoload:
         _software(info)
         _processor(info)

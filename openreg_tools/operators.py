@@ -166,7 +166,7 @@ def _entry(name: str, key: str) -> Entry:
     if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
         traits.append("data")
     here = dispatch.has(name, key)
-    needs = tuple(f"aten::{each}" for each in ((native.delegate,) if native and native.delegate else ()) + backward)
+    needs = tuple(f"aten::{needed}" for needed in ((native.delegate,) if native and native.delegate else ()) + backward)
     kind = native.kind_at(key) if native else _kind(name)
     return Entry(name, kind, here.kind, here.why, here.where, tuple(traits), needs, str(schema))
 

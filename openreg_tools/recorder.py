@@ -228,9 +228,9 @@ class Recorder(TorchDispatchMode):
         composite_inside = any(frame[0] is not None for frame in local.stack)
         names = self._names(raw)
         if composite_inside:  # below autograd
-            names = [each for each in names if not each.startswith(("Auto", "AD"))]
+            names = [passed for passed in names if not passed.startswith(("Auto", "AD"))]
         elif not torch.is_autocast_enabled(self.type):
-            names = [each for each in names if not each.startswith("Autocast")]
+            names = [passed for passed in names if not passed.startswith("Autocast")]
         call = Call(name, self._has(name, key, dispatch.policies()), names, len(local.stack), self.thread(), 0.0)
         call.number = next(self._numbers)
         call.first = self._is_first(call, tensors)
@@ -264,8 +264,8 @@ class Recorder(TorchDispatchMode):
             _, _, inside, children, waited, _ = local.stack.pop()
             call.host, call.begins = ended - started, call.start
             call.first |= any(child.first for child in children)
-            each, part = self.overhead
-            call.own = max(0.0, ended - started - inside - each - part * len(children))
+            per_call, per_part = self.overhead
+            call.own = max(0.0, ended - started - inside - per_call - per_part * len(children))
             call.seconds = call.own + sum(child.seconds for child in children)
             call.part = _part(children)
             if waited:  # a part has reported it

@@ -214,7 +214,7 @@ def _overhead(target: Target, rounds: int = 5) -> tuple[float, float]:
 
 def _measured(target: Target, rounds: int) -> tuple[float, float]:
     x = torch.zeros(1, device=target.device)
-    each, part = [], []
+    per_call, per_part = [], []
     for _ in range(rounds):
         calls = (lambda: x + x, lambda: torch.empty_like(x))  # a kernel, and a composite of one part
         direct = [timeit.timeit(call, number=20) / 20 for call in calls]
@@ -224,9 +224,9 @@ def _measured(target: Target, rounds: int) -> tuple[float, float]:
                 for _ in range(20):
                     call()
             recorded.append(statistics.median(c.seconds for c in recorder.calls if not c.depth))
-        each.append(recorded[0] - direct[0])
-        part.append(recorded[1] - direct[1] - 2 * each[-1])
-    return max(0.0, statistics.median(each)), max(0.0, statistics.median(part))
+        per_call.append(recorded[0] - direct[0])
+        per_part.append(recorded[1] - direct[1] - 2 * per_call[-1])
+    return max(0.0, statistics.median(per_call)), max(0.0, statistics.median(per_part))
 
 
 def _rows(calls: list[Call]) -> list[Row]:

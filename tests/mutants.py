@@ -57,6 +57,16 @@ TESTS = {
     "openreg_ops/torch_patches/": "tests/backend",
     "openreg_tools/": "tests/tools",
     "openreg_tools/core/": "tests/tools/test_core.py tests/tools/test_child.py tests/tools/test_check*.py tests/tools/test_comp*.py",
+    **dict.fromkeys(
+        (f"openreg_tools/core/{name}.py" for name in ("blocks", "device", "options", "page", "report")),
+        "tests/tools/test_report.py tests/tools/test_command_line.py",
+    ),
+    "openreg_tools/core/info.py": "tests/tools/test_info.py",
+    "openreg_tools/core/program.py": "tests/tools/test_trace.py",
+    "openreg_tools/dispatch.py": "tests/tools/test_operators_command.py tests/tools/test_explain.py",
+    "openreg_tools/manifest.py": "tests/tools/test_operators_command.py tests/tools/test_drift.py",
+    "openreg_tools/recorder.py": "tests/tools/test_trace.py tests/tools/test_explain.py",
+    "openreg_tools/timeline.py": "tests/tools/test_trace.py",
     "openreg_tools/conformance/": "tests/tools/test_conformance*.py tests/tools/test_schemas.py",
 }
 EXCLUDED = re.compile("openreg_ops/(_build.py|meta/|include/|tools/templates/)")  # written by setup.py, or a link

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.metadata
 import re
 import sys
 
@@ -69,6 +70,7 @@ def test_words_that_the_parser_does_not_know(capsys, words, sentence):
         (["explain", "add.Tensr"], "unknown operator 'aten::add.Tensr'; available: aten::add.Scalar, aten::add.Scalar_out, "),
         (["check", "own_ops:scal"], "own_ops has no attribute 'scal'; did you mean 'scale'?"),
         (["check", "own_ops:nosuch"], "own_ops has no attribute 'nosuch'. Operators in it: scale"),
+        (["check", "own_ops:scale.nosuch"], "own_ops:scale has no attribute 'nosuch'."),
         (["check", "no_module:op"], "there is no module no_module in the current folder or on the path"),
         (["check", "own_ops:scale", "--only", "fake_layout"], "unknown check 'fake_layout'; did you mean 'fake_layouts'?"),
         (["check", "--explain", "fake_layout"], "unknown check 'fake_layout'; did you mean 'fake_layouts'?"),
@@ -93,9 +95,13 @@ def test_a_name_that_is_unknown():
 @pytest.mark.parametrize("package", ["openreg_ops", "openreg_tools"])
 def test_version(monkeypatch, capsys, package):
     monkeypatch.setattr(sys, "argv", [package, "--version"])
-    with pytest.raises(SystemExit) as exit_:
-        importlib.import_module(f"{package}.__main__").main()
-    assert exit_.value.code == 0 and re.fullmatch(rf"{package} \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+    for sentence in (rf"{package} \d+\.\d+\.\d+\S*", f"{package} is not installed: it is on the path only"):
+        with pytest.raises(SystemExit) as exit_:
+            importlib.import_module(f"{package}.__main__").main()
+        assert exit_.value.code == 0 and re.fullmatch(sentence, capsys.readouterr().out.strip())
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name: importlib.metadata.distribution("no_such_package")
+        )
 
 
 def test_types_of_options(tmp_path):
