@@ -7,7 +7,7 @@ finds races in every launch mode. OPENREG_SANITIZER=1 turns it on for the main t
 history.py       the clocks of streams, the accesses to memory, and the races among them
 operators.py     the modes that show it a thread's operators
 report.py        accesses, and the errors that describe two racing ones
-graphs.py        mistakes with captured graphs; graph_hooks.py, graph_report.py and host_values.py are its parts
+graphs.py        mistakes with captured graphs; graph_hooks.py and graph_report.py are its parts
 """
 
 from __future__ import annotations

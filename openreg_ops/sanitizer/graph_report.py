@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.cuda._sanitizer import AccessType, SynchronizationError
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from openreg_ops import _C
-from openreg_ops.sanitizer.host_values import Place
 from openreg_ops.sanitizer.report import Access, Memory, Span, Stream, Trace
 
-__all__ = ["CapturedGraph", "GraphError", "HostTensor", "Node", "Use"]
+__all__ = ["CapturedGraph", "GraphError", "HostTensor", "Hyperparameter", "Node", "Use"]
 
 
 @dataclass(eq=False)
@@ -60,6 +60,33 @@ class HostTensor:
         return torch.empty(0, dtype=self.value.dtype, device="cpu").set_(storage, self.offset, ()).clone()
 
 
+class Hyperparameter(NamedTuple):
+    """A number in an optimizer's parameter groups, which its captured step holds as a constant."""
+
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    group: int
+    name: str
+    value: Any
+
+    @classmethod
+    def all_of(cls, optimizer: torch.optim.Optimizer) -> Iterator[Hyperparameter]:
+        for index, group in enumerate(optimizer.param_groups):
+            for name in optimizer.defaults:
+                value = group.get(name)
+                if all(type(each) in (int, float) for each in (value if type(value) is tuple else (value,))):
+                    yield cls(weakref.ref(optimizer), index, name, value)
+
+    def now(self) -> Any:
+        """Its current value; `value` if the optimizer is gone, or has a tensor there."""
+        alive = self.optimizer()
+        groups = [] if alive is None else alive.param_groups[self.group :]
+        found = groups[0].get(self.name) if groups else None
+        return found if type(found) in (int, float, tuple) else self.value
+
+    def __str__(self) -> str:
+        return f"param_groups[{self.group}][{self.name!r}] of {type(self.optimizer()).__name__}"
+
+
 @dataclass(eq=False)
 class CapturedGraph:
     """A graph: what its nodes use, and when it was replayed. `owner` is the program's graph object."""
@@ -77,8 +104,8 @@ class CapturedGraph:
     made: list[Memory] = field(default_factory=list)  # in its pool
     pinned: list[Memory] = field(default_factory=list)  # host memory that its copies use
     tensors: list[HostTensor] = field(default_factory=list)
-    numbers: dict[tuple[str, int], tuple[Node, Place]] = field(default_factory=dict)  # by place
-    varying: set[tuple[str, int]] = field(default_factory=set)  # places that had several values during the capture
+    numbers: dict[Any, tuple[Node, Hyperparameter]] = field(default_factory=dict)  # by optimizer, group and name
+    varying: set[Any] = field(default_factory=set)  # those that had several values during the capture
     random: set[int] = field(default_factory=set)  # storages of CPU tensors that the capture drew
     kept: list[Any] = field(default_factory=list)  # keeps those storages alive, so that their addresses are not reused
     replays: int = 0
@@ -92,10 +119,10 @@ class CapturedGraph:
     def __str__(self) -> str:
         return f"the graph captured at {self.line}"
 
-    def number(self, node: Node, place: Place) -> None:
-        """A node holds the value of a place as a constant."""
-        key = place.text, place.of
-        if self.numbers.setdefault(key, (node, place))[1].value != place.value:
+    def number(self, node: Node, number: Hyperparameter) -> None:
+        """A node holds a number as a constant."""
+        key = number[:3]
+        if self.numbers.setdefault(key, (node, number))[1].value != number.value:
             self.varying.add(key)
 
     def pinned_memory(self, address: int) -> Memory:

@@ -8,7 +8,6 @@ seen.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from openreg_ops import _C
 from openreg_ops.device.memory import address_of
-from openreg_ops.sanitizer import host_values
-from openreg_ops.sanitizer.graph_report import CapturedGraph, GraphError, HostTensor, Node, Use
+from openreg_ops.sanitizer.graph_report import CapturedGraph, GraphError, HostTensor, Hyperparameter, Node, Use
 from openreg_ops.sanitizer.report import READ, WRITE, Access, Memory, Span, Stream, Trace
 from openreg_tools.core.place import line, site
 
@@ -69,9 +67,6 @@ class Captures:
             self.active.remove(graph)
             graph.random.clear()
             graph.kept = [each for each in graph.kept if isinstance(each, CapturedGraph)]
-            for key, (_, place) in list(graph.numbers.items()):
-                if place.now() != place.value:  # the capture itself changes it
-                    del graph.numbers[key]
             if ok:
                 owner._sanitized = graph  # lives with it
                 self.graphs.add(graph)
@@ -124,10 +119,6 @@ class Captures:
                         )
                     ]
                 )
-        wanted = host_values.numbers(func._schema, args, kwargs)
-        if wanted:
-            for place in host_values.places(sys._getframe(1), wanted):
-                graph.number(node, place)
         return node
 
     def host_tensor(self, node: Node, x: torch.Tensor) -> None:
@@ -192,8 +183,8 @@ class Captures:
             return
         trace = Trace(self.races.caller)
         node = Node(f"the step of {type(optimizer).__name__}", line(), trace, str(graph))
-        for place in host_values.hyperparameters(optimizer):
-            graph.number(node, place)
+        for number in Hyperparameter.all_of(optimizer):
+            graph.number(node, number)
 
     # ---- replays ----
 
@@ -348,20 +339,19 @@ class Captures:
                     ("Captured", tensor.node.trace),
                     ("Replayed", trace),
                 )
-        for key, (node, place) in graph.numbers.items():
-            if key in graph.varying:
-                continue
+        for key, (node, number) in graph.numbers.items():
             others = (each.numbers.get(key) for each in self.graphs if each is not graph)
-            if place.now() == place.value or any(each and each[1].value != place.value for each in others):
-                continue  # the program captures a graph for each value
-            yield GraphError(
-                "host_number",
-                f"{node} of {graph} holds {place.text} as the constant {place.value}, but it is {place.now()} now. The "
-                "replay would use the old one.",
-                remedy,
-                ("Captured", node.trace),
-                ("Replayed", trace),
-            )
+            if key in graph.varying or any(each and each[1].value != number.value for each in others):
+                continue  # the program captures a step for each value
+            if number.now() != number.value:
+                yield GraphError(
+                    "host_number",
+                    f"{node} of {graph} holds {number} as the constant {number.value}, but it is {number.now()} now. The "
+                    "replay would use the old one.",
+                    remedy,
+                    ("Captured", node.trace),
+                    ("Replayed", trace),
+                )
 
     # ---- results ----
 

@@ -159,7 +159,7 @@ class UnsynchronizedAccessError(csan.UnsynchronizedAccessError):
             return (
                 f"The tensor that had this memory before was freed while {then} might still use it. Call its "
                 f"record_stream() with {then}, or have {_stream_name(self.previous_access.freed.owner)}, where it was allocated, wait_stream() "
-                f"for {then} before the last reference to it goes."
+                f"for {then} before its last reference is dropped."
             )
         if isinstance(self.previous_access.stream, Collective):
             return (
@@ -169,13 +169,13 @@ class UnsynchronizedAccessError(csan.UnsynchronizedAccessError):
         if self.current_access.stream is None:
             replayed = self.previous_access.node is not None
             return (
-                f"Before the host uses the tensor, call synchronize() on {then} or on an event recorded there behind "
+                f"Before the host uses the tensor, call synchronize() on {then} or on an event recorded there after "
                 + ("the replay." if replayed else "the copy; or copy with non_blocking=False.")
             )
         this = "replay" if self.current_access.node else "access"
         return (
             f"Before this {this}, have {now} wait: call its wait_stream() with {then}, or its wait_event() with an event "
-            "recorded there behind the previous access."
+            "recorded there after the previous access."
         )
 
     def __str__(self) -> str:

@@ -2,7 +2,6 @@
 
 explore.py   tries the orders
 state.py     what every order starts from
-threads.py   controls the program's threads
 results.py   reads and compares results
 report.py    says what is missing
 """

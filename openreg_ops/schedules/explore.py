@@ -1,9 +1,8 @@
 """``torch.openreg.schedules``: runs a program in many orders of its streams, and finds the order that makes it wrong.
 
 The runtime (csrc/runtime/explore/schedule.h) runs one order: the order of a seed, or the program's own with exceptions. This
-module chooses the orders, compares their results, and shrinks an order that makes a difference. results.py
-reads results, report.py reports the wait that is missing, threads.py brings the program's threads
-under the runtime's control, and state.py keeps the state that every order starts from.
+module chooses the orders, compares their results, and shrinks an order that makes a difference. results.py reads results,
+report.py reports the wait that is missing, and state.py keeps the state that every order starts from.
 """
 
 from __future__ import annotations
@@ -21,18 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from openreg_ops import _C
-from openreg_ops.schedules.report import (
-    RETURN,
-    Action,
-    Explanation,
-    Step,
-    heading,
-    pieces,
-    raised,
-)
+from openreg_ops.schedules.report import RETURN, Action, Explanation, Step, heading, pieces, raises
 from openreg_ops.schedules.results import difference_of, values_of
-from openreg_ops.schedules.state import Interrupts, Ranks, State, alone, without_collector
-from openreg_ops.schedules.threads import controlled, others
+from openreg_ops.schedules.state import Ranks, State, alone, without_collector
 
 __all__ = ["Difference", "ScheduleError", "Schedules", "schedules"]
 
@@ -55,18 +45,11 @@ class Late(NamedTuple):
     rank: int  # among those that are late until the same step
 
 
-class Switch(NamedTuple):
-    """A point where another thread continues."""
-
-    after: Step
-    to: int
-
-
 class Deviation(NamedTuple):
     """An exception to the program's order."""
 
     rank: int  # of torch.distributed
-    what: Late | Switch
+    late: Late
 
 
 @dataclass
@@ -80,7 +63,7 @@ class Outcome:
     def differs(self, other: Outcome, rtol: float, atol: float) -> str | None:
         """How this outcome differs from the outcome of the program's own order, if it does."""
         if (self.error is None) != (other.error is None) or type(self.error) is not type(other.error):
-            return f"the program raises {raised(self.error)}; in its own order it raises {raised(other.error)}"
+            return f"the program {raises(self.error)}; in program order it {raises(other.error)}"
         if self.error is not None:
             return None
         return difference_of(self.values, other.values, rtol, atol)
@@ -154,14 +137,14 @@ def schedules(
     """Run ``program(*args)`` in many orders of its streams, and report the first one that changes the result.
 
     In an order, the device's scheduler decides which stream runs next, when a copy or a collective lands and how long
-    each takes, and which of the program's threads continues. It allows every order that the program's waits allow, as
-    hardware does. An order depends only on its seed and the program: a seed gives the same order every time and on every
+    each takes. It allows every order that the program's waits allow, as hardware does. It sees what the device sees:
+    streams, events, collectives, and what threads launch, but not when the threads themselves run. For a program of one
+    thread, an order depends only on its seed and the program: a seed gives the same order every time and on every
     machine. Seeds below 32 are random orders. The next ones are the program's own order with one piece of work as late
-    as possible, then with two.
+    as possible, then with two. Ctrl-C ends the call.
 
     Every order must give the result of the program's own order, in which work runs as soon as it is launched. The result
-    is what the program raises, which exceptions end its threads, and the tensors, arrays, numbers and strings that it
-    returns, in any nesting of containers, dataclasses and objects of your own classes. It is read the way a caller would
+    is what the program raises, and the tensors, arrays, numbers and strings that it returns, in any nesting of containers, dataclasses and objects of your own classes. It is read the way a caller would
     read it: on the current stream, and by the host immediately. A program that returns the output of a side stream must
     therefore wait for it. A program that asserts does not need to return anything. Before a difference is reported, the
     program's own order and the order that differs run again.
@@ -273,52 +256,28 @@ class Exploration:
 
     def one(self, exceptions: Sequence[Deviation] = (), **order: Any) -> Outcome:
         """Run the program in the order of a seed, or in its own order with exceptions."""
-        own = [each.what for each in exceptions if each.rank == self.ranks.rank]
-        order["late"] = [each for each in own if isinstance(each, Late)]
-        order["switches"] = [each for each in own if isinstance(each, Switch)]
+        order["late"] = [each.late for each in exceptions if each.rank == self.ranks.rank]
         self.state.restore()
         values: dict[str, Any] = {}
         error: Exception | None = None
-        log: list[Any] = []
-        interrupts = Interrupts()
-        interrupts.wait()
         try:
-            _C.begin_order(**order, others=others(), patience=self.patience)
-            with (
-                without_collector(),
-                controlled() as of_threads,
-                torch.autograd.set_multithreading_enabled(False),
-            ):
+            _C.begin_order(**order, others=True, patience=self.patience)
+            with without_collector(), torch.autograd.set_multithreading_enabled(False):
                 try:
-                    try:
-                        interrupts.handle()
-                        result = self.program(*self.args)
-                        _C.pass_point(RETURN)
-                        values = values_of(result)
-                        values["the exceptions that end joined threads"] = ", ".join(sorted(of_threads)) or "none"
-                    except Exception as raised:
-                        if interrupts.behind(raised):
-                            raise KeyboardInterrupt from raised
-                        error = raised
-                    log = _C.end_order()
-                finally:
-                    try:
-                        interrupts.wait()
-                    finally:  # Ctrl-C may have come before
-                        interrupts.wait()
-                        _C.abandon_order()
+                    result = self.program(*self.args)
+                    _C.pass_point(RETURN)
+                    values = values_of(result)
+                except Exception as raised:
+                    error = raised
+                log = _C.end_order()
+            for device in range(torch.openreg.device_count()):
+                try:
+                    torch.openreg.synchronize(device)  # raises what queued work has raised
+                except torch.AcceleratorError as raised:
+                    error = error or raised
         finally:
-            try:
-                interrupts.handle()
-                for device in range(torch.openreg.device_count()):
-                    try:
-                        torch.openreg.synchronize(device)  # raises what queued work has raised
-                    except torch.AcceleratorError as raised:
-                        error = error or raised
-            finally:
-                interrupts.wait()
-                self.state.restore()
-                interrupts.handle()
+            _C.abandon_order()  # if Ctrl-C has ended it
+            self.state.restore()
         return Outcome(values, error, [Action(what, Step(*step), *rest) for what, step, *rest in log])
 
     def differs(self, outcome: Outcome, other: Outcome | None = None) -> str | None:
@@ -341,9 +300,8 @@ class Exploration:
                 raise ValueError(_two_results(what))
         raise ValueError(
             f"schedules: the program gives a different result in an order of seed {seed}, but the seed does not repeat that "
-            f"order, so it cannot be examined: {outcome.differs(self.base, self.rtol, self.atol)}. A thread of the program "
-            "blocks where the scheduler cannot see it, as in a pipe or a DataLoader; look for a missing wait there, or "
-            "leave that part out of the program"
+            f"order, so it cannot be examined: {outcome.differs(self.base, self.rtol, self.atol)}. The program's "
+            "threads launch work in another order in each run; look for a missing wait between them"
         )
 
     def order(self, seed: int) -> dict[str, Any]:
@@ -357,10 +315,6 @@ class Exploration:
         single: list[Deviation] = []
         for rank, log in enumerate(self.logs):
             single += [Deviation(rank, Late(e.step, e.step, True, 0)) for e in log if e.what == "launch"]
-        for rank, log in enumerate(self.logs):
-            steps = [each.step for each in log if each.step.thread >= 0]
-            threads = sorted({step.thread for step in steps})
-            single += [Deviation(rank, Switch(s, to)) for s in steps for to in threads if to != s.thread]
         if number < len(single):
             return [single[number]]
         pairs = itertools.combinations(single, 2)
@@ -379,14 +333,15 @@ class Exploration:
             raise ValueError(_two_results(what))
         if self.fails(exceptions):
             exceptions = self.sooner(self.nearer(self.fewer(exceptions)))
-        at_host = {each for each in exceptions if isinstance(each.what, Late) and self.is_at_host(each, exceptions)}
+        at_host = {each for each in exceptions if self.is_at_host(each, exceptions)}
         shown = self.one(exceptions, located=True)
         what = self.differs(shown) or what
         races = self.races()
         own = [each for each in exceptions if each.rank == self.ranks.rank]
-        late = [each.what.item for each in own if isinstance(each.what, Late)]
-        told = Explanation(shown.log, late, {each.what.item for each in own if each in at_host})  # type: ignore[union-attr]
-        parts = self.ranks.gather((told.order(len(own) - len(late)), told.missing(races) if own else "", told.names()))
+        told = Explanation(
+            shown.log, [each.late.item for each in own], {each.late.item for each in own if each in at_host}
+        )
+        parts = self.ranks.gather((told.order(), told.missing(races) if own else "", told.names()))
         order = [heading(sum(each.what == "launch" for log in self.logs for each in log), len(exceptions))]
         for rank, (lines, _, _) in enumerate(parts):
             order += [f"  on rank {rank}:"] * (self.ranks.size > 1 and bool(lines)) + lines
@@ -419,7 +374,7 @@ class Exploration:
         """Choose the late work that is launched last. Work that waits for late work is late too, but is not the cause."""
         for i, (rank, late) in enumerate(exceptions):
             launches = [each.step for each in self.logs[rank] if each.what == "launch"]
-            if not isinstance(late, Late) or late.item not in launches:
+            if late.item not in launches:
                 continue
             for item in reversed(launches[launches.index(late.item) + 1 :]):
                 tried = [*exceptions[:i], Deviation(rank, Late(item, item, True, late.rank)), *exceptions[i + 1 :]]
@@ -434,7 +389,7 @@ class Exploration:
         """Run each late piece of work as early as the difference allows, just behind the work that it conflicts with."""
         for i, (rank, late) in enumerate(exceptions):
             steps = [each.step for each in self.logs[rank] if each.what != "query"]
-            if not isinstance(late, Late) or late.item not in steps:
+            if late.item not in steps:
                 continue
             steps = steps[steps.index(late.item) :]
             low, high = 0, len(steps)  # the first that fails, from low to high; len(steps) if none does
@@ -450,10 +405,9 @@ class Exploration:
     def is_at_host(self, one: Deviation, exceptions: list[Deviation]) -> bool:
         """Whether late work conflicts with the host rather than with the work launched at the step that it waits for."""
         rank, late = one
-        assert isinstance(late, Late)
         if late.needed or not any(each.what == "launch" and each.step == late.after for each in self.logs[rank]):
             return False
-        others = [e for e in exceptions if e.rank != rank or not isinstance(e.what, Late) or e.what.item != late.after]
+        others = [e for e in exceptions if e.rank != rank or e.late.item != late.after]
         return self.fails([*others, Deviation(rank, Late(late.after, late.after, False, late.rank + 1))])
 
     def races(self) -> list[Any]:
@@ -474,18 +428,15 @@ def _two_results(what: str) -> str:
     )
 
 
-def _exceptions(log: list[Action]) -> list[Late | Switch]:
+def _exceptions(log: list[Action]) -> list[Late]:
     """The exceptions that turn the program's order into this one."""
-    found: list[Late | Switch] = []
+    found: list[Late] = []
     last: Step | None = None
     for i, action in enumerate(log):
-        if action.what == "run":
-            if last is not None and (log[i - 1].what != "launch" or log[i - 1].step != action.step):
-                found.append(Late(action.step, last, False, i))
-            continue
-        if last is not None and action.step.thread != last.thread and min(action.step.thread, last.thread) >= 0:
-            found.append(Switch(last, action.step.thread))
-        last = action.step
+        if action.what != "run":
+            last = action.step
+        elif last is not None and (log[i - 1].what != "launch" or log[i - 1].step != action.step):
+            found.append(Late(action.step, last, False, i))
     return found
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["RETURN", "Action", "Explanation", "Step", "heading", "pieces", "plain", "raised"]
+__all__ = ["RETURN", "Action", "Explanation", "Step", "heading", "pieces", "plain", "raises"]
 
 
 class Step(NamedTuple):
     """A step of a host thread: a launch, a wait or a query; see Note [Schedules]."""
 
-    thread: int  # -1: a thread that the schedule does not control
+    thread: int  # 0: the one that called `schedules`; -1: any other
     number: int
     poll: int
 
@@ -34,12 +34,12 @@ def plain(error: BaseException | None) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
-def raised(error: BaseException | None) -> str:
+def raises(error: BaseException | None) -> str:
     """The type and message of an exception; only the message if the type is private."""
     if error is None:
-        return "nothing"
+        return "does not raise"
     name = type(error).__name__
-    return plain(error) if name.startswith("_") else f"{name}: {plain(error)}"
+    return f"raises {plain(error)}" if name.startswith("_") else f"raises {name}: {plain(error)}"
 
 
 def _stream(action: Action) -> str:
@@ -98,16 +98,14 @@ class Explanation:
     def names(self) -> list[str]:
         return [each.name for each in self.late]
 
-    def order(self, threads: int) -> list[str]:
+    def order(self) -> list[str]:
         lines = []
         for item in self.late:
             if behind := self.behind(item):
                 then = f"runs only after {self.work(behind)}"
             else:
-                then = f"runs only after {self.host_did(item)}"
+                then = f"is still pending when {self.host_did(item)}"
             lines += [f"  late: {self.work(item)}", f"        {then}"]
-        if threads:
-            lines.append(f"  another thread continues in {threads} place{'s' * (threads != 1)}")
         return lines
 
     def host_did(self, item: Action) -> str:
@@ -115,10 +113,10 @@ class Explanation:
         if self.returned(after):
             return "the program has returned and its result is read"
         if after.name == RETURN:
-            return f"the host has gone from {before.where} to the program's end"
+            return "the program returns"
         if before.where == after.where:
-            return f"the host has gone past {after.where}"
-        return f"the host has gone from {before.where} to {after.where}"
+            return f"the host goes past {after.where}"
+        return f"the host reaches {after.where}"
 
     def returned(self, step: Action) -> bool:
         names = [each.name for each in self.host]
@@ -127,7 +125,7 @@ class Explanation:
     def missing(self, races: list[Any]) -> str:
         """The wait that is missing; the race detector's remedy if it sees the same two accesses."""
         if not self.late:
-            return "nothing orders the program's threads; use a lock, an event or a join"
+            return "nothing orders the program's threads; use an event, a lock or a join"
         item = self.late[0]
         behind = self.behind(item)
         late = _stream(item)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-import signal
 import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +14,9 @@ import torch
 
 from openreg_ops import _C
 from openreg_ops.device.random import get_rng_state_all, set_rng_state_all
-from openreg_ops.schedules.report import raised
+from openreg_ops.schedules.report import raises
 
-__all__ = ["Interrupts", "Ranks", "State", "alone", "without_collector"]
+__all__ = ["Ranks", "State", "alone", "without_collector"]
 
 _exploring = threading.Lock()
 
@@ -29,17 +27,13 @@ def alone() -> Iterator[None]:
 
     Otherwise an order that reads too early could find the correct result of an earlier order.
     """
-    if _C.order_thread() >= 0:
-        raise RuntimeError(
-            "schedules: a program whose orders are being tried calls it again; call it outside the program"
-        )
     if not _exploring.acquire(blocking=False):
         raise RuntimeError(
-            "schedules: another thread is trying orders, and a process can try the orders of only one program at a time; "
-            "call it after the other call has returned"
+            "schedules: the orders of a program are being tried, and a process can try the orders of only one program at a "
+            "time; call it outside that program, after the other call has returned"
         )
     before = _C.poison()
-    try:  # collecting takes so long that Ctrl-C may come meanwhile
+    try:
         _C.set_poison(True)
         gc.collect()
         yield
@@ -58,59 +52,6 @@ def without_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-class Interrupts:
-    """Delays Ctrl-C while an order begins and ends, so that the order leaves nothing behind."""
-
-    def __init__(self) -> None:
-        self.handler: Any = None  # of the program, while it waits
-        self.came: Any = None
-        self.handled = sys.exception()  # by the caller: it is behind each error, too
-
-    def wait(self) -> None:
-        """Delay Ctrl-C from now on. A second call has no effect."""
-        if self.handler is None and threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self.handler = handler
-                signal.signal(signal.SIGINT, lambda *arguments: setattr(self, "came", arguments))
-
-    def handle(self) -> None:
-        """Let the program handle Ctrl-C again, including one that was delayed."""
-        if self.handler is not None:
-            handler, self.handler = self.handler, None
-            signal.signal(signal.SIGINT, handler)
-            if self.came:
-                came, self.came = self.came, None
-                handler(*came)
-
-    def behind(self, error: BaseException | None) -> bool:
-        """Whether Ctrl-C came in the middle of Python's own locks and queues, so that they raised an error instead."""
-        seen: list[BaseException | None] = [self.handled]
-        while error and not any(error is each for each in seen) and _of_locks(error):
-            seen.append(error)
-            error = error.__context__
-        interrupt = isinstance(error, KeyboardInterrupt) and error is not self.handled
-        return interrupt and _in_locks(error)
-
-
-# What Python's locks say if one is released twice, and what a condition says then.
-_RELEASED = ("release unlocked lock", "cannot release un-acquired lock")
-_NOT_HELD = "cannot notify on un-acquired lock"
-_LOCKS = ("threading", "queue", "openreg_ops.schedules.threads")  # the last one's locks replace Python's
-
-
-def _in_locks(error: BaseException) -> bool:
-    """Whether an error has passed through Python's locks and queues."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__") in _LOCKS for frame, _line in frames)
-
-
-def _of_locks(error: BaseException) -> bool:
-    if type(error) is not RuntimeError:
-        return False
-    return str(error) in _RELEASED or (str(error) == _NOT_HELD and _in_locks(error))
 
 
 class Ranks:
@@ -156,7 +97,7 @@ class Ranks:
             return
         if self.size > 1:
             with contextlib.suppress(RuntimeError):  # of ranks that wait for a call that this one has not made
-                self.first(raised(error))
+                self.first(raises(error))
         raise error
 
 

@@ -431,28 +431,6 @@ def pool_of_threads_without_a_wait(fixed):
     return total
 
 
-@unseen
-def threads_that_share_a_buffer(fixed):
-    """Two threads use one scratch buffer; a lock around the launches and the wait makes that correct."""
-    scratch, lock, out = torch.zeros(N, device=DEVICE), threading.Lock(), {}
-    torch.openreg.synchronize()
-
-    def work(i):
-        with torch.openreg.Stream() as stream, lock:
-            scratch.fill_(i)
-            out[i] = scratch * 2
-            if fixed:
-                stream.synchronize()
-        stream.synchronize()
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [out[0], out[1]]
-
-
 @torch.library.custom_op("schedule_programs::undeclared", mutates_args=())
 def undeclared(x: torch.Tensor, hidden: int) -> torch.Tensor:
     _hidden[hidden].add_(x)

@@ -42,15 +42,11 @@ def found(program, *args, seeds=50):
 # ---- the programs ----
 
 
-def test_there_are_enough_programs():
-    assert len(PROGRAMS) >= 30 and len(UNSEEN) >= 8
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_missing_wait_is_found(name):
     difference = found(PROGRAMS[name], False)
-    assert difference.late or "another thread" in str(difference), "the order has no exception"
+    assert difference.late, "the order has no exception"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -59,96 +55,6 @@ def test_with_the_wait_every_order_gives_the_same(name):
     report = schedules(PROGRAMS[name], True, seeds=ORDERS)
     assert report.passed, report
     assert report.orders == ORDERS and report.work > 0
-
-
-ANOTHER_THREAD = """
-import sys; sys.path.insert(0, {folder!r})
-import threading, time, torch
-from schedule_programs import PROGRAMS
-over = threading.Event()
-def records():
-    while not over.is_set():
-        torch.openreg.Event().record()
-        time.sleep(0)
-thread = threading.Thread(target=records)
-thread.start()
-for name in list(PROGRAMS)[:12]:
-    found = [torch.openreg.schedules(PROGRAMS[name], fixed, seeds=40).passed for fixed in (False, True)]
-    print(name, found == [False, True])
-over.set()
-thread.join()
-"""
-
-
-@pytest.mark.processes
-def test_events_of_a_thread_that_no_order_started():
-    """It also records some while an order begins, and while the program queues work on the same stream."""
-    done = python("-c", ANOTHER_THREAD.format(folder=str(Path(__file__).parent)), timeout=120)
-    assert done.stdout.splitlines() == [f"{name} True" for name in list(PROGRAMS)[:12]], done.stderr
-
-
-FOREIGN_THREAD = """
-import threading, time, torch
-stop, rounds = False, 0
-def work():
-    global rounds
-    with torch.openreg.stream(torch.openreg.Stream()):
-        x = torch.zeros(4, device="openreg")
-        while not stop:
-            x.add_(1)
-            torch.openreg.Event().record()
-            float(x[0])
-            rounds += 1
-def program():
-    stream = torch.openreg.Stream()
-    x = torch.ones(4, device="openreg")
-    stream.wait_stream(torch.openreg.current_stream())
-    with torch.openreg.stream(stream):
-        y = x + 1
-    torch.openreg.current_stream().wait_stream(stream)
-    return y * 2
-thread = threading.Thread(target=work, daemon=True)
-thread.start()
-for _ in range(100):
-    torch.openreg.schedules(program, seeds=5)
-    before = rounds
-    while rounds == before:
-        time.sleep(0.001)
-stop = True
-thread.join()
-print("ended")
-"""
-
-
-@pytest.mark.processes
-def test_a_thread_that_no_order_started_goes_on_after_an_order():
-    """It waits for its own work while orders end."""
-    assert python("-c", FOREIGN_THREAD, timeout=120).stdout == "ended\n"
-
-
-SHARED_FUTURE = """
-import sys; sys.path.insert(0, {folder!r})
-import threading, torch
-from schedule_programs import group
-def program():
-    group()
-    x, y = torch.ones(4, device="openreg"), torch.zeros(4, device="openreg")
-    work = torch.distributed.reduce_scatter_tensor(y, x, async_op=True)
-    threads = [threading.Thread(target=lambda: work.get_future().wait()) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return y
-print(torch.openreg.schedules(program, seeds=200).passed)
-torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.processes
-def test_threads_that_wait_for_one_future():
-    done = python("-c", SHARED_FUTURE.format(folder=str(Path(__file__).parent)), timeout=120)
-    assert done.stdout.splitlines() == ["True"], done.stderr
 
 
 @pytest.mark.parametrize("name", sorted(UNSEEN))
@@ -232,18 +138,17 @@ import sys; sys.path.insert(0, {folder!r})
 import torch
 from schedule_programs import PROGRAMS
 torch.set_num_threads({threads})
-for name in ("bucket_without_a_wait_after", "pool_of_threads_without_a_wait", "copy_between_devices"):
+for name in ("bucket_without_a_wait_after", "prefetcher_without_record_stream", "copy_between_devices"):
     print(name, sorted(torch.openreg.schedules(PROGRAMS[name], True, seeds=60).fingerprints.items()))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(("isolation", "threads"), [("strict", 1), ("auto", 2)])
-def test_a_seed_gives_the_same_order_in_another_process(isolation, threads, capsys):
-    code = ORDER.format(folder=os.path.dirname(__file__), threads=threads)
-    done = python("-c", code, OPENREG_ISOLATION=isolation)
-    exec(ORDER.format(folder=os.path.dirname(__file__), threads=torch.get_num_threads()))
+def test_a_seed_gives_the_same_order_in_another_process(capsys):
+    """With another number of threads."""
+    folder, threads = os.path.dirname(__file__), torch.get_num_threads()
+    done = python("-c", ORDER.format(folder=folder, threads=threads + 1))
+    exec(ORDER.format(folder=folder, threads=threads))
     assert done.returncode == 0 and done.stdout == capsys.readouterr().out, done.stderr
 
 
@@ -545,7 +450,7 @@ def test_what_the_program_raises_in_its_own_order():
 
 
 def test_inside_itself_and_inside_a_capture():
-    with pytest.raises(RuntimeError, match="schedules: a program whose orders are being tried calls it again"):
+    with pytest.raises(RuntimeError, match="schedules: the orders of a program are being tried"):
         schedules(lambda: schedules(lambda: torch.ones(1, device=DEVICE)))
     graph = torch.openreg.Graph()
     with torch.openreg.graph(graph):
@@ -662,13 +567,10 @@ def run_suite(folder, *options):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_suite(tmp_path):
-    """Classes keep their state, reports their content, subtests are seen, and what fails is expected where it says so.
-
-    The first run is in a worker, which sends all of that to the main process; the last one is not.
-    """
+    """Classes keep their state, reports their content, subtests are seen, and what fails is expected where it says so."""
     (tmp_path / "test_state.py").write_text(textwrap.dedent(STATE))
     (tmp_path / "test_suite.py").write_text(textwrap.dedent(SUITE))
-    done = run_suite(tmp_path, "-n1", "-v", "-rA", "--device-schedules", "10", "--junitxml=out.xml")
+    done = run_suite(tmp_path, "-v", "-rA", "--device-schedules", "10", "--junitxml=out.xml")
     out, xml = done.stdout, (tmp_path / "out.xml").read_text()
     failed = sorted(
         {
