@@ -69,6 +69,13 @@ def without_waste(tmp_path_factory):
             yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """A test that collects garbage scans only what its own file has created."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def poisoned():
     """New device memory holds NaN (0xFF bytes), so that a result left unwritten fails its comparison."""
