@@ -10,8 +10,6 @@ import sys
 import pytest
 import torch
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import guards
-from torch._export import utils as export_utils
 from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch.testing._internal import common_utils
@@ -50,33 +48,17 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def _looked_up(look_up):
-    known = []
-
-    def looked_up():
-        if (now := torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")) != known:
-            look_up()
-            known[:] = now
-
-    return looked_up
-
-
 @pytest.fixture(scope="session", autouse=True)
 def without_waste(tmp_path_factory):
-    """PyTorch formats the stack, in 5 to 50 ms, when it seeds an absent accelerator or creates samples in a
-    unittest, and flushes the cache, in 15 ms, to log the time of each compiled function's guards. It compiles six
-    programs, in 6 s, to learn whether the compiler knows the processor's instructions. To link with libtorch takes the
-    usual linker a third of a kernel's compilation, and gold half of that. g++ optimizes the wrapper of an AOTInductor
-    package, which runs once in a test, for three of five seconds. torch.export looks up each of a thousand composite
-    operators once for each of thirty namespaces, in 0.1 s; here it does so again when there are others."""
+    """PyTorch formats the stack when it seeds an absent accelerator or creates samples in a unittest, which doubles the time
+    of the conformance checks. It compiles six programs, in 6 s, to learn whether the compiler knows the processor's
+    instructions. To link with libtorch takes the usual linker a third of a kernel's compilation, and gold half of that.
+    g++ optimizes the wrapper of an AOTInductor package, which runs once in a test, for three of five seconds."""
     with pytest.MonkeyPatch.context() as patch:
         for accelerator in (torch.cuda, torch.xpu, torch.mtia):
             if not accelerator.is_available():
                 patch.setattr(accelerator, "manual_seed_all", lambda seed: None)
         patch.setattr(common_utils, "extract_test_fn", lambda: None)  # these tests are functions
-        patch.setattr(guards, "profile_guard_manager", lambda *arguments: 0.0, raising=False)
-        if look_up := getattr(export_utils, "_materialize_cpp_cia_ops", None):
-            patch.setattr(export_utils, "_materialize_cpp_cia_ops", _looked_up(look_up))
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # for processes
         patch.setenv("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
         if gold := shutil.which("ld.gold"):
@@ -85,6 +67,13 @@ def without_waste(tmp_path_factory):
             patch.setenv("COMPILER_PATH", str(programs))  # where g++ looks for ld first
         with config.patch({"cpp.vec_isa_ok": True, "aot_inductor.compile_wrapper_opt_level": "O0"}):
             yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """A test that collects garbage scans only what its own file has created."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ annotations and docstrings stay. Everything happens in a copy, out/mutants, so t
 ``--cpp`` changes C++ instead of Python. All changes are compiled into one library, in which OPENREG_MUTANT selects the one
 that takes effect; those that do not compile are left out.
 
-tests_of() says which tests run for a file: first those of `make test-fast`, then the others. A fault is noticed if one of
+First run the tests that have the file's name in theirs, then those that tests_of() says: of these, first those of
+`make test-fast`, then the others. A fault is noticed if one of
 them fails that passes without it, or if they take several times their usual time.
 """
 
@@ -35,6 +36,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out" / "mutants"
+PROCESSES = os.environ.get("PROCESSES", "3")  # that run tests
 FAST = "fast or not (slow or processes or compiles or conformance)"  # `make test-fast`
 # The tests of a file: those of the longest beginning of its path. For openreg_tools, see tests_of().
 TESTS = {
@@ -310,6 +312,11 @@ def tests_of(file: str) -> str:
     return named if row == "tests/tools" and [*ROOT.glob(named)] else row
 
 
+def named_after(file: str) -> str:
+    """The tests whose files have the file's name in theirs, such as tests/runtime/test_graph_memory.py for memory.py."""
+    return " ".join(str(path.relative_to(ROOT)) for path in ROOT.glob(f"tests/*/test_*{Path(file).stem}*.py"))
+
+
 @functools.cache
 def without_mutant(tests: str, marker: str) -> tuple[float, list[str]]:
     """How long the tests take without a mutant, and which of them fail."""
@@ -321,8 +328,8 @@ def without_mutant(tests: str, marker: str) -> tuple[float, list[str]]:
 
 def noticed_by(mutant: Mutant, number: int, markers: list[str]) -> str:
     """The test that notices the mutant, or ""."""
-    path, tests = OUT / mutant.file, tests_of(mutant.file)
-    for marker in markers:
+    path = OUT / mutant.file
+    for tests, marker in [(named_after(mutant.file), ""), *((tests_of(mutant.file), each) for each in markers)]:
         seconds, failing = without_mutant(tests, marker)
         if not number:
             path.write_text(applied(text_of(mutant.file), [mutant]))
@@ -337,7 +344,9 @@ def noticed_by(mutant: Mutant, number: int, markers: list[str]) -> str:
 def run(tests: str, marker: str, number: int, timeout: float, *options: str) -> list[str]:
     """Returns the tests that fail, or else why pytest did."""
     paths = [str(path.relative_to(OUT)) for each in tests.split() for path in OUT.glob(each)]
-    command = [sys.executable, "-m", "pytest", "-qrfE", "-pno:cacheprovider", "-n3", "--dist=loadfile"]
+    if not paths:
+        return []
+    command = [sys.executable, "-m", "pytest", "-qrfE", "-pno:cacheprovider", f"-n{PROCESSES}", "--dist=loadfile"]
     command += ["--no-loadscope-reorder", "-m", marker, *options, *paths]
     env = dict(os.environ, PYTHONPATH=str(OUT), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
     env |= {

@@ -60,12 +60,12 @@ def run_samples(info: Any, record: TorchDispatchMode, count: int) -> None:
             pass  # a sample that this machine cannot run
 
 
-def recorded() -> Iterator[tuple[Any, str, Call]]:
-    """The calls of the samples, and of their gradients; some operators come several times."""
+def recorded(count: int) -> Iterator[tuple[Any, str, Call]]:
+    """The calls of so many samples of each operator, and of their gradients; some operators come several times."""
     torch.manual_seed(0)
     for info in op_db:
         record = Record()
-        run_samples(info, record, 10)
+        run_samples(info, record, count)
         for op, known in record.calls.items():
             for key, call in known.items():
                 yield op, key, call
@@ -82,45 +82,36 @@ def moved(call: Call, device: str) -> Call:
     return tree_map(move, call)
 
 
-def waits(op: Any, call: Call, device: str) -> bool:
+def error_of(op: Any, call: Call, device: str, sync: str, deterministic: bool) -> str:
+    """What the call raises where waits are errors, where only deterministic algorithms may run, or where both is so."""
     args, kwargs = moved(call, device)
     module = torch.get_device_module(device)
     module.synchronize()
-    module.set_sync_debug_mode("error")
+    module.set_sync_debug_mode(sync)
+    torch.use_deterministic_algorithms(deterministic)
     try:
         op(*args, **kwargs)
-    except RuntimeError as error:
-        return "called a synchronizing" in str(error)
+    except Exception as error:
+        return str(error) or "an error"
     finally:
         module.set_sync_debug_mode("default")
-    return False
-
-
-def is_refused(op: Any, call: Call, device: str) -> bool:
-    args, kwargs = moved(call, device)
-    torch.use_deterministic_algorithms(True)
-    try:
-        op(*args, **kwargs)
-    except RuntimeError as error:
-        return "does not have a deterministic implementation" in str(error)
-    finally:
         torch.use_deterministic_algorithms(False)
-    return False
+    return ""
 
 
-def outcomes(device: str) -> dict[str, dict[str, list[bool]]]:
+def outcomes(device: str, count: int = 10) -> dict[str, dict[str, list[bool]]]:
     """For each operator and each call that runs there: whether it waits, and whether it is refused as not deterministic."""
     found: dict[str, dict[str, list[bool]]] = {}
-    for op, key, call in recorded():
+    for op, key, call in recorded(count):
         calls = found.setdefault(str(op), {})
         if key in calls:
             continue
-        try:
-            args, kwargs = moved(call, device)
-            op(*args, **kwargs)
-        except Exception:
-            continue  # a call that the device does not take
-        calls[key] = [waits(op, call, device), is_refused(op, call, device)]
+        if not error_of(op, call, device, "error", True):  # most calls
+            calls[key] = [False, False]
+        elif not error_of(op, call, device, "default", False):  # else a call that the device does not take
+            waits = "called a synchronizing" in error_of(op, call, device, "error", False)
+            refused = "does not have a deterministic implementation" in error_of(op, call, device, "default", True)
+            calls[key] = [waits, refused]
     return found
 
 

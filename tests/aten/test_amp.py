@@ -1,8 +1,6 @@
 """Automatic mixed precision: PyTorch's own lists of operators and policies, and training under them."""
 
 import io
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -99,31 +97,6 @@ def test_module_functions():
         torch.openreg.set_autocast_dtype(before)
     with pytest.raises(ValueError, match="autocast on openreg supports .* but got torch.float64"):
         torch.openreg.set_autocast_dtype(torch.float64)
-
-
-# Where PyTorch asks for autocast without a device, and how often.
-ASKED = {
-    "_dynamo/repro/after_dynamo.py": 1,
-    "nn/modules/activation.py": 1,
-    "nn/modules/transformer.py": 2,
-    "nn/parallel/parallel_apply.py": 1,
-    "onnx/_internal/torchscript_exporter/symbolic_opset14.py": 1,
-    "onnx/_internal/torchscript_exporter/symbolic_opset9.py": 1,
-}
-
-
-def test_where_pytorch_asks_without_a_device():
-    """The page of internals lists these places; one that PyTorch adds or removes must be looked at."""
-    root = Path(torch.__file__).parent
-    asks = re.compile(
-        r"torch\.(_C\.)?(is_autocast_enabled\(\)|[gs]et_autocast_gpu_dtype\(|set_autocast_enabled\(\w+\))"
-    )
-    found = {}
-    for path in root.rglob("*.py"):
-        name = path.relative_to(root).as_posix()
-        if not name.startswith(("testing/", "cuda/", "xpu/")) and (count := len(asks.findall(path.read_text()))):
-            found[name] = count
-    assert found == ASKED
 
 
 def asked():

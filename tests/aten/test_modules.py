@@ -9,8 +9,8 @@ pytestmark = pytest.mark.conformance
 
 CASES = [
     pytest.param(name, dtype, id=f"{name.removeprefix('nn.')}-{dtype}")
-    for name, info in training.modules().items()
-    for dtype in (torch.float32, torch.float64)
+    for i, (name, info) in enumerate(training.modules().items())
+    for dtype in (torch.float32, torch.float64)[: 1 if i % 4 else 2]
     if dtype in info.dtypes
 ]
 

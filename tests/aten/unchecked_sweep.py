@@ -64,7 +64,7 @@ def recorded() -> dict[Any, list[Call]]:
     record = Record()
     torch.manual_seed(0)
     for info in op_db:
-        run_samples(info, record, 12)
+        run_samples(info, record, 4)
     return {op: [*known.values()] for op, known in record.calls.items()}
 
 

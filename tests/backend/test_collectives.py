@@ -4,6 +4,7 @@ The functions named `check_…` run on each process of a group; the tests start 
 """
 
 import functools
+import itertools
 import re
 from datetime import timedelta
 
@@ -42,60 +43,34 @@ def numbers(device, *shapes, dtype=torch.float32):
 # ---- coalesced ----
 
 
-def coalesced(device, async_ops, calls, group):
-    """Runs `calls(group)` coalesced, as the manager with or without the device does it."""
-    with dist._coalescing_manager(group, device=device, async_ops=async_ops) as manager:
-        calls()
-    if async_ops:
-        manager.wait()
-    return manager.works
-
-
 @in_mode
 def check_coalesced(dtype):
-    """Against one call after another on the CPU."""
-    size, shapes = dist.get_world_size(), [(2, 3), (0, 3), (), (5,)]
-    for index in range(torch.openreg.device_count()):
-        device = torch.device("openreg", index)
-        for async_ops in (True, False):
-            for manager_device in (None, device):
-                expected = numbers("cpu", *shapes, dtype=dtype)
-                for x in expected:
-                    dist.all_reduce(x, group=gloo())
-                xs = numbers(device, *shapes, dtype=dtype)
-                works = coalesced(manager_device, async_ops, lambda xs=xs: [dist.all_reduce(x) for x in xs], None)
-                assert_close([x.cpu() for x in xs], expected, rtol=0, atol=0)
-                assert len(works) == async_ops
-
-                rows = [(2, 3), (1,)]
-                gathered = [torch.cat([x - dist.get_rank() + r for r in range(size)]) for x in numbers("cpu", *rows)]
-                inputs = numbers(device, *rows)
-                outputs = [torch.empty(size * s[0], *s[1:], device=device) for s in rows]
-                coalesced(
-                    manager_device,
-                    async_ops,
-                    lambda outs=outputs, ins=inputs: [
-                        dist.all_gather_into_tensor(o, i) for o, i in zip(outs, ins, strict=True)
-                    ],
-                    None,
-                )
-                assert_close([x.cpu() for x in outputs], gathered, rtol=0, atol=0)
-
-                outputs = [torch.empty_like(x) for x in inputs]
-                inputs = [torch.cat([x + 10 * r for r in range(size)]) for x in inputs]
-                coalesced(
-                    manager_device,
-                    async_ops,
-                    lambda outs=outputs, ins=inputs: [
-                        dist.reduce_scatter_tensor(o, i) for o, i in zip(outs, ins, strict=True)
-                    ],
-                    None,
-                )
-                sums = [
-                    size * (x - dist.get_rank() + 10 * dist.get_rank()) + sum(range(size))
-                    for x in numbers("cpu", *rows)
-                ]
-                assert_close([x.cpu() for x in outputs], sums, rtol=0, atol=0)
+    """Against one call after another on the CPU, with and without the manager's device."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    shapes, rows = [(2, 3), (0, 3), (), (5,)], [(2, 3), (1,)]
+    summed = numbers("cpu", *shapes, dtype=dtype)
+    for x in summed:
+        dist.all_reduce(x, group=gloo())
+    alone = [x - rank for x in numbers("cpu", *rows)]
+    gathered = [torch.cat([x + r for r in range(size)]) for x in alone]
+    scattered = [size * (x + 10 * rank) + sum(range(size)) for x in alone]
+    devices = [torch.device("openreg", i) for i in range(torch.openreg.device_count())]
+    for device, async_ops, named in itertools.product(devices, (True, False), (True, False)):
+        xs, ins = numbers(device, *shapes, dtype=dtype), numbers(device, *rows)
+        outs, parts = [x.new_empty(size * x.size(0), *x.shape[1:]) for x in ins], [torch.empty_like(x) for x in ins]
+        wholes = [torch.cat([x + 10 * r for r in range(size)]) for x in ins]
+        for calls in (
+            lambda xs=xs: [dist.all_reduce(x) for x in xs],
+            lambda outs=outs, ins=ins: list(map(dist.all_gather_into_tensor, outs, ins)),
+            lambda parts=parts, wholes=wholes: list(map(dist.reduce_scatter_tensor, parts, wholes)),
+        ):
+            with dist._coalescing_manager(device=device if named else None, async_ops=async_ops) as manager:
+                calls()
+            if async_ops:
+                manager.wait()
+            assert len(manager.works) == async_ops
+        for got, expected in ((xs, summed), (outs, gathered), (parts, scattered)):
+            assert_close([x.cpu() for x in got], expected, rtol=0, atol=0)
 
 
 @MODES

@@ -61,6 +61,8 @@ def test_the_device_is_that_of_the_first_record():
 def test_refusals():
     with pytest.raises(ValueError, match="expected enable_timing=False with interprocess=True"):
         torch.openreg.Event(enable_timing=True, interprocess=True)
+    with pytest.raises(ValueError, match="expected external=False with interprocess=True"):
+        torch.openreg.Event(external=True, interprocess=True)
     with pytest.raises(ValueError, match="expected a handle of 64 bytes, but got 3"):
         torch.openreg.Event.from_ipc_handle(0, b"abc")
     with pytest.raises(ValueError, match="are not a handle of an openreg event"):

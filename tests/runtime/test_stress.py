@@ -23,7 +23,7 @@ def test_stress_under_sanitizers(sanitizers, tmp_path):
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     environment = {**os.environ, "OPENREG_DEVICE_MEMORY": "2GiB", "OPENREG_DEVICE_COUNT": "2"}
-    for isolation, usual in (("auto", "5"), ("strict", "2")):
+    for isolation, usual in (("auto", "3"), ("strict", "1")):
         environment["OPENREG_ISOLATION"] = isolation
         seconds = os.environ.get("OPENREG_STRESS_SECONDS", usual)
         ran = subprocess.run([program, seconds], capture_output=True, text=True, env=environment)
