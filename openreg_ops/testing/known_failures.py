@@ -39,12 +39,7 @@ OPERATORS: dict[str, dict[str, str]] = {
     "openreg::fake_quantize": {"gradcheck": _STRAIGHT_THROUGH, "gradgradcheck": _LINEAR},
     "openreg::fake_quantize_backward": {"backward": _LINEAR},
     "openreg::scale_gradient": {"gradcheck": "the gradient is scaled, on purpose: that is what the operator is for"},
-    "openreg::grouped_linear_backward": {
-        "jit_trace": "torch.jit.trace does not support arguments of bool[3], which PyTorch's own backward operators "
-        "have for their output_mask",
-    },
     "openreg::linear_cross_entropy_gradients": {
-        "jit_trace": "torch.jit.trace does not support arguments of bool[3], as for grouped_linear_backward",
         "large": "the reference is what differs: over 87,381 rows eager's float32 product is wrong by 3e-4 of the "
         "largest element, the operator's by 3e-6, both against float64",
     },

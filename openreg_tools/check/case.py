@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools.samples import Sample
+from openreg_tools.core.compare import differs, has_numbers
+from openreg_tools.core.move import Move
+from openreg_tools.core.samples import Sample
 
 Operator = torch._ops.OpOverload
+Function = Callable[..., tuple[Tensor, ...]]
 SEED = 4321
 KNOWN = ("builtins", "torch")  # packages of the types for which compilers have literals
+# What Case.trying is told before a call with fake tensors; the report then names the fake kernel.
+FAKE = "fake tensors, which have no memory"
 
 
 def name_of(op: Operator) -> str:
@@ -23,8 +28,7 @@ def name_of(op: Operator) -> str:
     return op.name().removesuffix(".default")
 
 
-# What Case.trying is told before a call with fake tensors; the report then names the fake kernel.
-FAKE = "fake tensors, which have no memory"
+# ---- how a check ends ----
 
 
 class Outcome(Exception):  # noqa: N818 -- it ends a check; only some of them are errors
@@ -35,58 +39,104 @@ class Outcome(Exception):  # noqa: N818 -- it ends a check; only some of them ar
         self.status, self.sentence, self.remedy = status, sentence, remedy
 
 
+def refuse(sentence: str) -> NoReturn:
+    """End the check: the operator, or PyTorch on its behalf, says that this is not supported."""
+    raise Outcome("refused", sentence)
+
+
+def limit(sentence: str) -> NoReturn:
+    """End the check at a limit of PyTorch, about which the operator's author can do nothing."""
+    raise Outcome("limit", sentence)
+
+
+def skip(reason: str) -> NoReturn:
+    """End the check: it does not apply."""
+    raise Outcome("skip", reason)
+
+
 def last_line(error: BaseException) -> str:
     """``Type: message`` of an exception, on one line."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)[:300]}" if lines else type(error).__name__
 
 
+# ---- the operator with its sample ----
+
+
+class Results(NamedTuple):
+    """What a call and its backward give."""
+
+    outs: list[Tensor]
+    grads: list[Tensor | None]  # of `Case.asked`; empty if the operator has no derivative
+
+
 class Case:
-    """One operator with one sample, which gives checks fresh copies of its arguments."""
+    """One operator with one sample, which gives checks fresh copies of its arguments.
+
+    Args:
+        differentiate: ends with the outcome of the check `backward`; by default, there is no derivative.
+    """
+
+    others: tuple[Sample, ...] = ()  # the operator's other samples
 
     def __init__(
         self,
         op: Operator,
         sample: Sample,
-        device: str,
-        reference: Callable[..., Any] | None,
-        differentiate: Callable[[Case], None],
+        device: str | torch.device,
+        reference: Callable[..., Any] | None = None,
+        differentiate: Callable[[Case], None] | None = None,
         intended_gradient: Callable[..., Any] | None = None,
     ) -> None:
         self.op, self.device, self.reference = op, torch.device(device), reference
-        self.sample = self._on_device(sample)
-        self._differentiate = differentiate  # set to checks.derivatives.derivative, which needs this class
+        move = Move(self.device, source=None)  # a device draws its own numbers
+        args, kwargs = tree_map(
+            lambda x: move.generator(x) if isinstance(x, torch.Generator) else x, (sample.args, sample.kwargs)
+        )
+        self.sample = Sample(*args, **kwargs)
+        self.differentiate = differentiate
         self.trying: Callable[[str], None] = lambda inputs: None  # called with inputs that the author did not give
         self.intended_gradient = intended_gradient
-        self.name = name_of(op)
-        self.schema = op._schema
-        self.leaves = [x for x in tree_leaves((sample.args, sample.kwargs)) if isinstance(x, Tensor)]
+        self.name, self.schema = name_of(op), op._schema
+        leaves = tree_leaves((args, kwargs))
+        self.leaves = [x for x in leaves if isinstance(x, Tensor)]
         wanted = [x.requires_grad for x in self.leaves]
         self.wanted = [
-            differentiable(x) and (flag or not any(wanted)) for x, flag in zip(self.leaves, wanted, strict=True)
+            has_numbers(x) and (flag or not any(wanted)) for x, flag in zip(self.leaves, wanted, strict=True)
         ]
         # Each call starts from these states of the generators that the sample passes.
-        self.generators = [
-            (x, x.get_state())
-            for x in tree_leaves((self.sample.args, self.sample.kwargs))
-            if isinstance(x, torch.Generator)
-        ]
+        self.generators = [(x, x.get_state()) for x in leaves if isinstance(x, torch.Generator)]
         self.seeded = torch.Tag.nondeterministic_seeded in op.tags or bool(self.generators)
         self.mutable = self.schema.is_mutable
-        self._source()
+        self._write_function()
 
-    def _on_device(self, sample: Sample) -> Sample:
-        """The sample with its generators on the device, which draws its own numbers."""
+    def of_sample(self, sample: Sample, device: torch.device | str | None = None) -> Case:
+        """The operator with another sample, without a derivative."""
+        return Case(self.op, sample, device or self.device, self.reference)
 
-        def moved(x: Any) -> Any:
-            if not isinstance(x, torch.Generator) or x.device.type == self.device.type:
-                return x
-            return torch.Generator(self.device).manual_seed(x.initial_seed())
+    # ---- ends ----
 
-        args, kwargs = tree_map(moved, (sample.args, sample.kwargs))
-        return Sample(*args, **kwargs)
+    def fail(self, sentence: str, remedy: str) -> NoReturn:
+        """End the check: the operator is wrong."""
+        raise Outcome("fail", f"{self.name}: {sentence}", remedy)
 
-    def _source(self) -> None:
+    def warn(self, sentence: str, remedy: str) -> NoReturn:
+        """End the check: the operator works, but is slow or surprising."""
+        raise Outcome("warn", f"{self.name}: {sentence}", remedy)
+
+    def expect(
+        self, got: Results | Sequence[Tensor], expected: Results | Sequence[Tensor], where: str, who: str, remedy: str,
+        **tolerance: Any,
+    ) -> None:  # fmt: skip
+        """Fail unless results, or outputs alone, are equal: "WHERE output 0 differs …, which WHO gives"."""
+        if not isinstance(got, Results):
+            got, expected = Results(list(got), []), Results(list(expected), [])
+        if wrong := self.unlike(got, expected, **tolerance):
+            self.fail(f"{where} {wrong}, which {who}".strip(), remedy)
+
+    # ---- functions of the tensors ----
+
+    def _write_function(self) -> None:
         """`names`, and the text of a function of the tensors alone; see `function`."""
         position, constants = itertools.count(), {}
         self.names: list[str] = []
@@ -101,22 +151,17 @@ class Case:
                 return tensor
             if isinstance(value, (list, tuple)) and any(isinstance(x, Tensor) for x in tree_leaves(value)):
                 return f"[{', '.join(text(x, f'{name}[{i}]', writes) for i, x in enumerate(value))}]"
-            if (
-                value is None
-                or isinstance(value, (bool, int, float, str))
-                and repr(value) not in ("inf", "-inf", "nan")
-            ):
+            literal = value is None or isinstance(value, (bool, int, float, str))
+            if literal and repr(value) not in ("inf", "-inf", "nan"):
                 return repr(value)
             constants[f"c{len(constants)}"] = value
             return f"c{len(constants) - 1}"
 
-        arguments = {argument.name: argument for argument in self.schema.arguments}
-        positional = [argument for argument in self.schema.arguments if not argument.kwarg_only]
+        writes = {argument.name: argument.is_write for argument in self.schema.arguments}
         pieces = []
-        for argument, value in zip(positional, self.sample.args, strict=False):
-            pieces.append(text(value, argument.name, argument.is_write))
-        for name, value in self.sample.kwargs.items():
-            pieces.append(f"{name}={text(value, name, name in arguments and arguments[name].is_write)}")
+        for name, value in self.given().items():
+            keyword = f"{name}=" if name in self.sample.kwargs else ""
+            pieces.append(keyword + text(value, name, writes.get(name, False)))
         returns = [str(each.type) for each in self.schema.returns]
         one = len(returns) == 1
         outs = [
@@ -131,28 +176,21 @@ class Case:
             text = f"({''.join(f'{each}, ' for each in values)})"
             return text if returns == ["Tensor"] else f"tuple(each for each in {text} if each is not None)"
 
-        self.call_text = f"op({', '.join(pieces)})"
-        self.text = f"def function({', '.join(tensors)}):\n" + "".join(f"    {t} = {t}.clone()\n" for t in written)
-        self.text += f"    out = {self.call_text}\n    return {returned([*outs, *written])}\n"
-        self.raw_text = f"def function({', '.join(tensors)}):\n    out = {self.call_text}\n"
-        self.raw_text += f"    return {returned(outs)}\n"
-        more = ["out.contiguous()", "torch.zeros(out.shape, dtype=out.dtype, device=out.device)"]
-        self.program_text = self.text.replace("    return ", "    outs = ")
-        self.program_text += f"    return (*outs, {', '.join(f'*[{each} for out in outs]' for each in more)})\n"
+        start, call = f"def function({', '.join(tensors)}):\n", f"    out = op({', '.join(pieces)})\n"
+        copies = "".join(f"    {t} = {t}.clone()\n" for t in written)
+        self._text = f"{start}{copies}{call}    return {returned([*outs, *written])}\n"
+        self._raw_text = f"{start}{call}    return {returned(outs)}\n"
         self.constants = constants
         self.written = [int(t[1:]) for t in written]
 
-    def function(self, op: Any = None, raw: bool = False, program: bool = False) -> Callable[..., tuple[Tensor, ...]]:
+    def function(self, op: Any = None, raw: bool = False) -> Function:
         """The operator as a function of its tensors that returns a tuple of tensors.
 
         It does not write to its arguments: it clones those that the schema says are written to, and returns them too;
-        `raw` skips that. A `program` returns the outputs, then contiguous() and zeros of the shape and dtype of each,
-        which depend on what a compiler assumes about the outputs. Every call creates new code, so compilers keep
-        nothing from another check.
+        `raw` skips that. Every call creates new code, so compilers keep nothing from another check.
         """
-        text = self.raw_text if raw else self.program_text if program else self.text
         scope = {"op": op or self.op, "torch": torch, "__name__": __name__, **self.constants}
-        exec(compile(text, f"<{self.name}>", "exec"), scope)
+        exec(compile(self._raw_text if raw else self._text, f"<{self.name}>", "exec"), scope)
         function = scope["function"]
         if not self.seeded:
             return function
@@ -170,56 +208,140 @@ class Case:
         for generator, state in self.generators:
             generator.set_state(state)
 
-    def fresh(
-        self, grad: bool = False, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> list[Tensor]:
-        """Copies of the tensors with their strides and the memory around them, as leaves."""
-        storages: dict[int, Tensor] = {}
-        with torch.no_grad():
-            tensors = [_copied(x.detach(), device or self.device, storages) for x in self.leaves]
-        if dtype:
-            complex_dtype = dtype.to_complex()
-            tensors = [x.to(complex_dtype if x.is_complex() else dtype) if differentiable(x) else x for x in tensors]
-        return self.leaf(tensors) if grad else tensors
+    @functools.cached_property
+    def run(self) -> Function:
+        return self.function()
 
-    def leaf(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The same, with requires_grad where the sample asks for a gradient."""
-        return [x.detach().requires_grad_(flag) for x, flag in zip(tensors, self.wanted, strict=True)]
+    @functools.cached_property
+    def intended(self) -> Function | None:
+        """The function whose gradient the author intends; None for the operator's own derivative."""
+        return self.function(op=self.intended_gradient) if self.intended_gradient else None
+
+    # ---- arguments ----
+
+    def given(self, tensors: Iterable[Tensor] | None = None) -> dict[str, Any]:
+        """The arguments that the sample gives, by name, with its tensors or with these."""
+        args, kwargs = (self.sample.args, self.sample.kwargs) if tensors is None else self.arguments(tensors)
+        positional = [argument.name for argument in self.schema.arguments if not argument.kwarg_only]
+        return {**dict(zip(positional, args, strict=False)), **kwargs}
+
+    def value(self, name: str) -> Any:
+        """The sample's value of an argument, or its default."""
+        given = self.given()
+        argument = next(argument for argument in self.schema.arguments if argument.name == name)
+        return given[name] if given.get(name) is not None else argument.default_value
+
+    def sample_with(self, name: str, value: Any) -> Sample:
+        """The sample with another value of one argument."""
+        positional = [argument.name for argument in self.schema.arguments if not argument.kwarg_only]
+        args, kwargs = list(self.sample.args), dict(self.sample.kwargs)
+        if name in positional[: len(args)]:
+            args[positional.index(name)] = value
+        else:
+            kwargs[name] = value
+        return Sample(*args, **kwargs)
 
     def arguments(self, tensors: Iterable[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The sample's arguments with its tensors replaced by these."""
         rest = iter(tensors)
         return tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, (self.sample.args, self.sample.kwargs))
 
-    def of(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors whose gradient the sample asks for."""
+    def fresh(
+        self, grad: bool = False, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> list[Tensor]:
+        """Copies of the tensors with their strides and the memory around them, as leaves."""
+        move = Move(device or self.device, source=None)
+        tensors = [move.tensor(x) for x in self.leaves]
+        if dtype:
+            complex_dtype = dtype.to_complex()
+            tensors = [x.to(complex_dtype if x.is_complex() else dtype) if has_numbers(x) else x for x in tensors]
+        return self.leaf(tensors) if grad else tensors
+
+    def leaf(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The same, with requires_grad where the sample asks for a gradient."""
+        return [x.detach().requires_grad_(flag) for x, flag in zip(tensors, self.wanted, strict=True)]
+
+    def of(self, tensors: Iterable[Any]) -> list[Any]:
+        """Those at the positions of the tensors whose gradient the sample asks for."""
         return [x for x, flag in zip(tensors, self.wanted, strict=True) if flag]
 
-    @functools.cached_property
-    def run(self) -> Callable[..., tuple[Tensor, ...]]:
-        return self.function()
+    @property
+    def asked(self) -> list[str]:
+        """The names of the tensors whose gradient the sample asks for."""
+        return self.of(self.names)
+
+    # ---- results ----
+
+    def outputs(self, tensors: Iterable[Tensor], function: Function | None = None) -> list[Tensor]:
+        """The outputs without autograd, copied so that nothing overwrites them."""
+        with torch.no_grad():
+            return [x.detach().clone() for x in (function or self.run)(*tensors)]
+
+    def in_place(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of a call on these tensors themselves, then what it wrote: `outputs` without copies of the inputs."""
+        outs = self.outputs(tensors, self.function(raw=True))
+        return [*outs, *(tensors[i].detach().clone() for i in self.written)]
+
+    def gradients_of(self, tensors: Iterable[Tensor], function: Function | None = None) -> list[Tensor | None]:
+        """The gradients under `cotangents`, through every output that has one."""
+        tensors = self.leaf(tensors)
+        outs, leaves = attached((function or self.run)(*tensors)), self.of(tensors)
+        if not outs or not leaves:
+            return [None] * len(leaves)
+        return list(torch.autograd.grad(outs, leaves, cotangents(outs), allow_unused=True))
+
+    def results(self, tensors: Sequence[Tensor] | None = None, function: Function | None = None) -> Results:
+        """What calls on these tensors, or on the sample's, give: without autograd, and with it if there is a derivative."""
+        tensors = self.fresh() if tensors is None else tensors
+        outs = self.outputs(tensors, function)
+        grads = self.gradients_of(tensors, function) if self.has_derivative else []
+        return Results(outs, [x if x is None else x.clone() for x in grads])
+
+    def unlike(self, got: Results, expected: Results, coarse: float = 0, grads: float = 4, **how: Any) -> str:
+        """The first difference, as "output 0 differs in …"; gradients may differ by `grads` times as much."""
+        if wrong := differs(got.outs, expected.outs, coarse=coarse, **how):
+            return wrong
+        if not got.grads or not expected.grads:
+            return ""
+        return unlike_gradients(self.asked, got.grads, expected.grads, coarse=grads * coarse, **how)
 
     @functools.cached_property
     def expected(self) -> list[Tensor]:
-        """The eager result."""
-        with torch.no_grad():
-            return [out.detach().clone() for out in self.run(*self.fresh())]
+        """The outputs of the sample in eager mode."""
+        return self.outputs(self.fresh())
 
     @functools.cached_property
     def gradients(self) -> list[Tensor | None]:
-        """The eager gradients under `cotangents`; empty if the operator has none."""
-        return gradients(self.run, self.fresh(grad=True), self.wanted)
+        """The gradients of the sample in eager mode; empty if the operator has no derivative."""
+        return self.gradients_of(self.fresh()) if self.has_derivative else []
+
+    @property
+    def eager(self) -> Results:
+        """What the sample gives in eager mode."""
+        return Results(self.expected, self.gradients)
 
     @functools.cached_property
     def wide(self) -> torch.dtype | None:
         """float64 if the operator takes it and its results are as exact, else None for the samples' own dtypes."""
         try:
-            with torch.no_grad():
-                outs = self.run(*self.fresh(dtype=torch.float64))
+            outs = self.outputs(self.fresh(dtype=torch.float64))
         except Exception:
             return None
-        exact = all(out.dtype in (torch.float64, torch.complex128) for out in outs if differentiable(out))
+        exact = all(out.dtype in (torch.float64, torch.complex128) for out in outs if has_numbers(out))
         return torch.float64 if exact else None
+
+    @property
+    def reference_function(self) -> Function | None:
+        """The reference, or the operator's CPU kernel, as a function of tensors on the CPU; None if there is neither."""
+        if self.reference:
+            return self.function(op=self.reference)
+        host = not any(isinstance(c, torch.device) for c in self.constants.values())
+        # Each device's generator gives different random numbers.
+        if self.device.type != "cpu" and host and not self.seeded and self.has_computed_kernel("CPU"):
+            return self.function()
+        return None
+
+    # ---- derivatives ----
 
     @functools.cached_property
     def derivative(self) -> Outcome:
@@ -245,11 +367,19 @@ class Case:
         return whole
 
     def _derivative(self) -> Outcome:
+        if self.differentiate is None:
+            return Outcome("skip", "")
         try:
-            self._differentiate(self)
+            self.differentiate(self)
         except Outcome as outcome:
             return outcome
         return Outcome("pass", "")
+
+    @property
+    def has_derivative(self) -> bool:
+        return self.derivative.status == "pass"
+
+    # ---- kernels ----
 
     def has_kernel(self, *keys: str) -> bool:
         """Whether a kernel was registered at one of these keys directly."""
@@ -277,50 +407,10 @@ class Case:
         ]
         return list(dict.fromkeys(str(x._type()) if hasattr(x, "_type") else type(x).__name__ for x in foreign))
 
-    def numbers(self, tensors: list[Tensor]) -> list[Any]:
-        """The outputs that are not tensors, of a call on these tensors."""
-        args, kwargs = self.arguments(tensors)
-        with torch.no_grad():
-            out = self.op(*args, **kwargs)
-        outs = (out,) if len(self.schema.returns) == 1 else out or ()
-        kinds = [str(each.type) for each in self.schema.returns]
-        return tree_leaves([value for value, kind in zip(outs, kinds, strict=True) if "Tensor" not in kind])
-
-    @functools.cached_property
-    def intended(self) -> Callable[..., tuple[Tensor, ...]] | None:
-        """The function whose gradient the author intends, as `function`; None for the operator's own derivative."""
-        return self.function(op=self.intended_gradient) if self.intended_gradient else None
-
-    index = 0  # the sample's number
-    others: tuple[Sample, ...] = ()  # the operator's other samples
-    command: tuple[str, ...] = ()  # that runs the checks, for Python; empty in a program
-
-
-def _copied(x: Tensor, device: torch.device | str, storages: dict[int, Tensor]) -> Tensor:
-    """A copy with the strides and the memory around x; tensors that share memory still share it."""
-    if x.layout != torch.strided or x.is_quantized or x.is_nested or x.is_conj() or x.is_neg():
-        return x.clone().to(device)
-    storage = x.untyped_storage()
-    if storage._cdata not in storages:
-        count = storage.nbytes() // x.element_size()
-        whole = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (count,), (1,))
-        storages[storage._cdata] = whole.clone().to(device)
-    whole = storages[storage._cdata]
-    return whole.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset()).detach()
-
-
-def small(x: Tensor) -> bool:
-    """Whether x is float8 or float4, which have no arithmetic, and no gradient."""
-    return x.is_floating_point() and x.element_size() == 1
-
-
-def differentiable(x: Tensor) -> bool:
-    return x.is_floating_point() and not small(x) or x.is_complex()
-
 
 def attached(outs: Iterable[Tensor]) -> list[Tensor]:
     """The outputs that have a gradient."""
-    return [out for out in outs if out.requires_grad and differentiable(out)]
+    return [out for out in outs if out.requires_grad and has_numbers(out)]
 
 
 def cotangents(outs: Iterable[Tensor]) -> list[Tensor]:
@@ -332,12 +422,11 @@ def cotangents(outs: Iterable[Tensor]) -> list[Tensor]:
     return made
 
 
-def gradients(
-    function: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], wanted: list[bool]
-) -> list[Tensor | None]:
-    """Gradients of the requested tensors, through every output that has one."""
-    outs = attached(function(*tensors))
-    leaves = [x for x, flag in zip(tensors, wanted, strict=True) if flag]
-    if not outs or not leaves:
-        return [None] * len(leaves)
-    return list(torch.autograd.grad(outs, leaves, cotangents(outs), allow_unused=True))
+def unlike_gradients(
+    names: Sequence[str], got: Sequence[Tensor | None], expected: Sequence[Tensor | None], **how: Any
+) -> str:
+    """The first gradient that differs, as "the gradient of x differs in …"."""
+    for name, a, e in zip(names, got, expected, strict=True):
+        if wrong := differs([a], [e], f"the gradient of {name}", **how):
+            return wrong.replace(f"{name} 0 ", f"{name} ", 1)
+    return ""

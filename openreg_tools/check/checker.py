@@ -1,22 +1,14 @@
 """The checker of custom operators: `check(op, samples)` finds what torch.library.opcheck misses.
 
-This file resolves the operator, collects samples, and runs the checks in `checks`, each on a `Case`.
+This file resolves the operator and collects samples. `run` runs the checks in `checks`, each on a `Case`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import dis
 import functools
-import itertools
-import logging
 import os
-import re
-import signal
-import threading
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -25,15 +17,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools import backends, dispatch
-from openreg_tools.check import run
-from openreg_tools.check.case import SEED, Case, Operator, Outcome, last_line, name_of
-from openreg_tools.check.checks import ANY_LAYOUT, CHECKS, SLOW
-from openreg_tools.check.checks.derivatives import derivative
-from openreg_tools.check.report import Report, Result
-from openreg_tools.core import child
+from openreg_tools import backends
+from openreg_tools.check.case import Operator, last_line, name_of
+from openreg_tools.check.checks import CHECKS, SLOW
+from openreg_tools.check.report import Report
+from openreg_tools.check.run import Checks, in_children, in_process
+from openreg_tools.core import child, from_schema
+from openreg_tools.core.device import usable
+from openreg_tools.core.move import Move
 from openreg_tools.core.options import Wrong, unknown
-from openreg_tools.samples import Sample, sample_of
+from openreg_tools.core.samples import Sample, sample_of
 
 # ---- the operator ----
 
@@ -51,7 +44,8 @@ def operator(op: Any) -> Operator:
     if isinstance(op, Operator):
         return op
     if isinstance(op, torch._ops.OpOverloadPacket):
-        overloads = [name for name in op.overloads() if _dispatched(getattr(op, name))]  # TorchScript has others
+        has_kernel = torch._C._dispatch_has_kernel
+        overloads = [name for name in op.overloads() if has_kernel(getattr(op, name).name())]  # TorchScript has others
         if "default" in overloads or len(overloads) == 1:
             return getattr(op, "default" if "default" in overloads else overloads[0])
         raise ValueError(f"{op} has no default overload; name one of {', '.join(overloads)}, as in {op}.{overloads[0]}")
@@ -64,18 +58,14 @@ def operator(op: Any) -> Operator:
             raise ValueError(f"expected an operator's name such as mylib::foo, but got {op!r}")
         packet = getattr(getattr(torch.ops, namespace), name, None)
         if packet is None:
-            known = sorted({s.name.split("::")[1] for s in _schemas() if s.name.startswith(namespace + "::")})
-            near = (
-                f"; {namespace} has {', '.join(known[:12])}"
-                if known
-                else f"; the namespace {namespace} has no operators"
-            )
-            raise ValueError(f"there is no operator {namespace}::{name}{near}. Import the module that defines it first")
+            known = [s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith(f"{namespace}::")]
+            near = unknown("operator", f"{namespace}::{name}", set(known), "")
+            raise ValueError(f"{near}. Import the module that defines it first")
         if overload and overload not in packet.overloads():
             raise ValueError(f"{namespace}::{name} has no overload {overload}, only {', '.join(packet.overloads())}")
         return getattr(packet, overload) if overload else operator(packet)
     if callable(op) and hasattr(op, "__code__"):
-        named = _named_operators(op.__code__)
+        named = _named_operators(op)
         if len(named) == 1:
             return operator(named.pop())
         found = f"names {len(named)}: {', '.join(sorted(named))}" if named else "names none"
@@ -86,19 +76,12 @@ def operator(op: Any) -> Operator:
     raise ValueError(f"expected an operator, its name, or what custom_op returned, but got {type(op).__name__} {op!r}")
 
 
-def _dispatched(op: Operator) -> bool:
-    return torch._C._dispatch_has_kernel(op.name())
-
-
-def _schemas() -> list[Any]:
-    return torch._C._jit_get_all_schemas()
-
-
-def _named_operators(code: Any) -> set[str]:
-    """The operators that a function's code reads as ``torch.ops.NAMESPACE.NAME``."""
-    named: set[str] = set()
+def _named_operators(function: Any) -> set[str]:
+    """The operators that a function's code reads as ``torch.ops.NAMESPACE.NAME``, or that it has in a closure."""
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    named = {name_of(value) for value in cells if isinstance(value, Operator)}
     chain: list[str] = []
-    for instruction in dis.get_instructions(code):
+    for instruction in dis.get_instructions(function.__code__):
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             chain.append(instruction.argval)
             if chain[:2] == ["torch", "ops"] and len(chain) == 4:
@@ -110,6 +93,8 @@ def _named_operators(code: Any) -> set[str]:
 
 # ---- samples ----
 
+_CALLS = (1, 3, 2, 5, 4, 0, *range(6, 300))  # of from_schema, in order: dimensions of different size first
+
 
 def _registered(op: Operator) -> Callable[[str, torch.dtype], Iterable[Any]] | None:
     """The samples that the package of an operator registers."""
@@ -117,52 +102,56 @@ def _registered(op: Operator) -> Callable[[str, torch.dtype], Iterable[Any]] | N
     return backends.of_operator(name).samples(name) if op._overloadname == "default" else None
 
 
-# Shapes to try for the tensor arguments, by position; the last one applies to all that follow.
-SHAPES = (
-    [(4, 6)],
-    [(4, 6), (6,)],
-    [(4, 6), (6, 4)],
-    [(4, 6), (4, 6), (6,)],
-    [(4, 6), (6,), (6,)],
-    [(2, 3, 4, 4)],
-    [(2, 3, 4, 4), (3,)],
-    [(3, 4, 5)],
-    [(6,)],
-    [(4,), (4, 6)],
-    [(4, 4)],
-)
-
-
 def derived(op: Operator, device: str, dtype: torch.dtype, most: int = 3) -> list[Sample]:
-    """Samples generated from the schema that the operator accepts.
+    """Samples generated from the schema that the operator accepts, or that end its process, about which `runs` fails.
 
     Raises:
         ValueError: the operator accepts none.
     """
-    found: list[Sample] = []
-    refusal = "its schema has arguments of unknown types"
-    seen = set()
-    for shapes in SHAPES:
-        numbers = torch.Generator().manual_seed(SEED)
-        position = itertools.count()
-        try:
-            args, kwargs = [], {}
-            for argument in op._schema.arguments:
-                value = _made_up(argument, shapes, position, numbers, device, dtype)
-                if argument.kwarg_only:
-                    kwargs[argument.name] = value
-                else:
-                    args.append(value)
-            sample = Sample(*args, **kwargs)
-            if repr(sample) in seen:
-                continue
-            seen.add(repr(sample))
-            _try(op, sample, device)
-            found.append(sample)
-        except Exception as error:
-            refusal = str(error) if isinstance(error, _Refused) else last_line(error)
-        if len(found) == most:
-            break
+
+    def sample(k: int) -> Sample:
+        """Call k of the operator, on the device."""
+        made, move = from_schema.call(op.name(), k), Move(device)
+
+        def moved(x: Any) -> Any:
+            return move(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x)
+
+        args, kwargs = tree_map(moved, (made.args, made.kwargs))
+        return Sample(*args, **kwargs)
+
+    def tries() -> Iterator[tuple[int, str]]:
+        """The numbers of the calls, each first with what is said if the call ends the process, then with its error."""
+        seen = set()
+        for k in _CALLS:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                if repr(made := sample(k)) in seen:
+                    continue
+                seen.add(repr(made))
+                yield k, "it ends the process"
+                try:
+                    with contextlib.suppress(SystemExit, GeneratorExit):
+                        op(*made.args, **made.kwargs)
+                    yield k, ""
+                except Exception as error:
+                    yield k, last_line(error)
+
+    answers: Iterable[Any] = tries()
+    if torch.device(device).type == "cpu" and hasattr(
+        os, "fork"
+    ):  # this process stays one where the operator has not run
+        answers = child.answers(lambda answer: [answer(each) for each in tries()], 60)
+    found, refusal = [], ""
+    last = 0
+    try:
+        for last, said in answers:
+            refusal = said or refusal
+            if not said:
+                found.append(sample(last))
+            if len(found) == most:
+                break
+    except child.Ended:
+        found.append(sample(last))
     if not found:
         raise ValueError(
             f"{name_of(op)}: it accepts none of the inputs that were generated from its schema (the last error was: {refusal}); "
@@ -171,76 +160,7 @@ def derived(op: Operator, device: str, dtype: torch.dtype, most: int = 3) -> lis
     return found
 
 
-class _Refused(Exception):  # noqa: N818 -- the message of another error, in a child
-    """The operator refuses a sample."""
-
-
-def _try(op: Operator, sample: Sample, device: str) -> None:
-    """Call the operator with a copy; in a forked child on the CPU, so that this process stays one where it has not run.
-
-    Raises:
-        Exception: the operator refuses the sample. The check `runs` reports one that ends the process or raises SystemExit.
-    """
-
-    def call() -> None:
-        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (sample.args, sample.kwargs))
-        with warnings.catch_warnings(), torch.no_grad(), contextlib.suppress(SystemExit, GeneratorExit):
-            warnings.simplefilter("ignore")
-            op(*args, **kwargs)
-
-    def said(answer: Callable[[Any], None]) -> None:
-        try:
-            call()
-        except Exception as error:
-            answer(last_line(error))
-
-    if torch.device(device).type != "cpu" or not hasattr(os, "fork"):
-        return call()
-    with contextlib.suppress(child.Ended):
-        for refusal in child.answers(said, 60):
-            raise _Refused(refusal)
-
-
-def _made_up(argument: Any, shapes: Any, position: Any, numbers: Any, device: str, dtype: torch.dtype) -> Any:
-    def tensor() -> Tensor:
-        shape = shapes[min(next(position), len(shapes) - 1)]
-        return (torch.rand(shape, generator=numbers, dtype=torch.float64) + 0.25).to(dtype).to(device)
-
-    kind = str(argument.type)
-    if kind == "Tensor":
-        return tensor()
-    if argument.has_default_value():
-        return argument.default_value
-    if kind.startswith("Optional"):
-        return tensor() if kind == "Optional[Tensor]" else None
-    plain = {"int": 1, "SymInt": 1, "float": 0.5, "number": 1.5, "Scalar": 1.5, "bool": False, "str": ""}
-    if kind in plain:
-        return plain[kind]
-    if kind == "List[Tensor]":
-        return [tensor(), tensor()]
-    lists = {"List[int]": [0], "List[SymInt]": [0], "List[float]": [0.5], "List[bool]": [False]}
-    if kind in lists:
-        return lists[kind]
-    if kind in ("Device", "ScalarType", "Layout"):
-        return {"Device": torch.device(device), "ScalarType": dtype, "Layout": torch.strided}[kind]
-    raise ValueError(f"no value is known for {argument.name}, of type {kind}")
-
-
 # ---- the run ----
-
-# PyTorch's errors for what the package of a device does not have yet, and what that is.
-_LACKING = {
-    r"Could not run '(aten::[\w.]+)' with arguments from the '(?!CPU|Meta|Sparse|Quantized|Nested)\w+' backend": "{}",
-    r"module 'torch\.\w+' has no attribute '(\w*rng_state|manual_seed\w*|synchronize|current_\w+|device_count)'": "{}()",
-    r"register (PrivateUse1HooksInterface)": "{}",
-    r"use AMP with the `\w+` backend, but .*(get_amp_supported_dtype)": "{}()",
-}
-
-
-def lacking(sentence: str) -> str:
-    """What the package of a device lacks, according to an error of PyTorch; "" if that is not what it says."""
-    found = ((re.search(pattern, sentence), text) for pattern, text in _LACKING.items())
-    return next((text.format(match[1]) for match, text in found if match), "")
 
 
 def check(
@@ -292,8 +212,8 @@ def check(
         skip=skip, known=known,
     )  # fmt: skip
     if child.available(str(device or _home(operator(op), sample_inputs))):
-        return run.in_children(prepared, timeout, progress)
-    return run.in_process(prepared(), timeout, progress)
+        return in_children(prepared, timeout, progress)
+    return in_process(prepared(), timeout, progress)
 
 
 def prepare(
@@ -328,16 +248,16 @@ def prepare(
     for what, given in (("reference", reference), ("intended_gradient", intended_gradient)):
         if given is not None and not callable(given):
             raise ValueError(f"expected {what} to be a function, but got {type(given).__name__} {given!r}")
-    target = str(device) if device is not None else None
+    target = str(device) if device is not None else ""
     if target:
         try:
-            dispatch.usable(target)
+            usable(target)
         except Wrong as error:
             raise ValueError(str(error)) from None
     report = Report(
         operator=name_of(op),
         schema=str(op._schema),
-        device=target or "",
+        device=target,
         torch=torch.__version__,
         samples=[],
         about={name: CHECKS[name].__doc__.strip().splitlines()[0] for name in chosen},
@@ -365,84 +285,6 @@ def prepare(
     return Checks(report, op, samples, reference, dict(known), may_pass, intended_gradient)
 
 
-@dataclasses.dataclass
-class Checks:
-    """The checks of one operator, to run one by one."""
-
-    report: Report  # without results
-    op: Operator
-    samples: list[Sample]
-    reference: Callable[..., Any] | None
-    known: dict[str, str]
-    may_pass: list[str]  # of `known`
-    intended_gradient: Callable[..., Any] | None = None
-    trying: Callable[[str], None] = lambda inputs: None  # called with the inputs that a check tries
-    command: tuple[str, ...] = ()  # that runs them, for Python; empty in a program
-    _case: tuple[int, Case, str] | None = None  # the sample's number, and why the operator refuses it
-
-    def result(self, i: int, name: str) -> Result:
-        """Run one check on one sample."""
-        start = time.perf_counter()
-        with _interrupts() as interrupts:
-            case, refusal = (self._new_case(i), "") if name in run.ALONE else self._of_sample(i)
-            if refusal and name != "runs":
-                outcome = Outcome("skip", f"{case.name} refuses this sample")
-            elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
-                outcome = Outcome("skip", "it applies to strided tensors only")
-            else:
-                with preserved(self.report.device):
-                    outcome = _run_check(CHECKS[name], case)
-                if outcome.status == "fail" and name != "runs" and (part := lacking(outcome.sentence)):
-                    outcome = Outcome("skip", f"the device lacks {part}")
-            if interrupts:
-                raise KeyboardInterrupt
-        seconds = round(time.perf_counter() - start, 4)
-        return Result(name, i, outcome.status, outcome.sentence, outcome.remedy, seconds)
-
-    def rehearse(self, i: int, name: str) -> None:
-        """Run one check on one sample without gradients, in a child that cannot have them."""
-        case, refusal = self._of_sample(i)
-        if not refusal:
-            case.derivative = Outcome("skip", "")
-            _run_check(CHECKS[name], case)
-
-    def preserved(self) -> contextlib.AbstractContextManager[None]:
-        """Restores what the checks change in the process."""
-        return preserved(self.report.device)
-
-    def _of_sample(self, i: int) -> tuple[Case, str]:
-        if self._case is None or self._case[0] != i:
-            case = self._new_case(i)
-            self._case = i, case, _refusal(case)
-        return self._case[1:]
-
-    def _new_case(self, i: int) -> Case:
-        case = Case(self.op, self.samples[i], self.report.device, self.reference, derivative, self.intended_gradient)
-        case.trying = self.trying
-        case.index, case.others, case.command = i, (*self.samples[:i], *self.samples[i + 1 :]), self.command
-        return case
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """The SIGINTs that arrive: an operator may raise KeyboardInterrupt itself, or swallow that of the user's Ctrl-C."""
-    arrived: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield arrived
-        return
-
-    def handler(number: int, frame: Any) -> None:
-        arrived.append(number)
-        before(number, frame)
-
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield arrived
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _home(op: Operator, sample_inputs: Any) -> str:
     """The device of the samples; without any, the package's, else one where the operator has a kernel."""
     if callable(sample_inputs):
@@ -456,80 +298,3 @@ def _home(op: Operator, sample_inputs: Any) -> str:
         return backends.of_operator(op._schema.name).device
     elsewhere = has(op.name(), "PrivateUse1") and not has(op.name(), "CPU")
     return torch._C._get_privateuse1_backend_name() if elsewhere else "cpu"
-
-
-# What an operator may raise. SystemExit and KeyboardInterrupt would otherwise end the tool, which then reports nothing.
-_RAISED = (Exception, SystemExit, KeyboardInterrupt, GeneratorExit)
-
-
-def _refusal(case: Case) -> str:
-    try:
-        case.expected  # noqa: B018 -- it runs the operator
-    except _RAISED as error:
-        return last_line(error)
-    return ""
-
-
-def _run_check(function: Callable[[Case], str | None], case: Case) -> Outcome:
-    try:
-        return Outcome("pass", function(case) or "")
-    except Outcome as outcome:
-        return outcome
-    except _RAISED as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = next((f"{f.filename}:{f.lineno}" for f in reversed(frames) if "/torch/" not in f.filename), "")
-        return Outcome(
-            "fail",
-            f"{case.name}: the check {function.__name__} ended in {last_line(error)}"
-            + (f" ({where})" if where else ""),
-            "the operator raised where its result was expected; see the section of this check for what it calls",
-        )
-
-
-@contextlib.contextmanager
-def preserved(device: str) -> Iterator[None]:
-    """Restores process-wide state that a check, or a broken operator, changes."""
-    kind = torch.device(device).type
-    functorch, fill = torch._C._functorch, torch.utils.deterministic
-    states: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-        (torch.get_num_threads, torch.set_num_threads),
-        (torch.get_default_dtype, torch.set_default_dtype),
-        (torch.is_grad_enabled, torch.set_grad_enabled),
-        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-        (lambda: fill.fill_uninitialized_memory, lambda on: setattr(fill, "fill_uninitialized_memory", on)),
-        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-        (torch._C._get_autograd_fallback_mode, torch._C._set_autograd_fallback_mode),
-        (functorch._is_vmap_fallback_enabled, functorch._set_vmap_fallback_enabled),
-        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    ]
-    states += [state for backend in backends.registered() for state in backend.state()]
-    for each in sorted({kind, "cpu"}):
-        if torch.amp.is_autocast_available(each):
-            states += [
-                (
-                    functools.partial(torch.is_autocast_enabled, each),
-                    functools.partial(torch.set_autocast_enabled, each),
-                ),
-                (functools.partial(torch.get_autocast_dtype, each), functools.partial(torch.set_autocast_dtype, each)),
-            ]
-    before = [get() for get, _ in states]
-    accelerator = torch.accelerator.current_accelerator()  # torch.manual_seed seeds it too
-    kinds = {kind, *(each.device for each in backends.registered()), accelerator.type if accelerator else kind}
-    disabled = logging.root.manager.disable
-    try:
-        logging.disable()  # compilers log every error that a check expects
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            for each in kinds - {"cpu", "meta"}:
-                module = getattr(torch, each, None)
-                numbers = hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
-                if numbers and not getattr(module, "_is_in_bad_fork", bool)():
-                    stack.enter_context(torch.random.fork_rng(range(module.device_count()), device_type=each))
-            yield
-    finally:
-        logging.disable(disabled)
-        functorch._set_vmap_fallback_warning_enabled(True)  # the default: PyTorch has no getter for it
-        for (get, put), value in zip(states, before, strict=True):
-            if get() != value:
-                put(value)

@@ -11,15 +11,15 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from openreg_tools import dispatch, forms
-from openreg_tools.check import run
-from openreg_tools.check.checker import Checks, prepare
+from openreg_tools.check.checker import prepare
 from openreg_tools.check.checks import CHECKS
-from openreg_tools.check.report import Report, Result
-from openreg_tools.core.options import Wrong, named, unknown
+from openreg_tools.check.report import Report, Result, explanation
+from openreg_tools.check.run import Checks, in_children
+from openreg_tools.core import device
+from openreg_tools.core.options import Wrong, count, duration, named, search_here, split, unknown
+from openreg_tools.core.report import add_output, write
 from openreg_tools.core.samples import dtype_of, parse
 
 
@@ -39,48 +39,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "gradient that the operator should have, if that is not its derivative (straight-through)")  # fmt: skip
     parser.add_argument("--device", help="where to run (default: where the samples are)")
     parser.add_argument("--dtype", default="float32", help="dtype of generated samples (default float32)")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="CHECK",
-        help=f"checks to run: fast, for those that take a second, or of {', '.join(CHECKS)}",
-    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="CHECK",
+                        help=f"checks to run: fast, for those that take a second, or of {', '.join(CHECKS)}")  # fmt: skip
     parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK", help="checks to leave out")
     parser.add_argument("--abi", metavar="LIBRARY", help="instead of OP, a library such as mypkg/_C.abi3.so: which symbols "
                         "of torch it uses that the next release may change")  # fmt: skip
     parser.add_argument("--explain", metavar="CHECK", help="instead of OP, print what a check tests, with an example")
     parser.add_argument("--require-stable", action="store_true", help="with --abi: exit with 1 if a symbol may change")
-    parser.add_argument("--generate", type=forms.count, metavar="N",
+    parser.add_argument("--generate", type=count, metavar="N",
                         help="also make N random calls, in child processes: layouts, dtypes, special values, aliases")  # fmt: skip
     parser.add_argument(
         "--seed", type=int, help="seed of the generated calls: equal seeds give equal calls (default 0)"
     )
     parser.add_argument(
-        "--timeout", type=forms.duration, default=180, help="seconds allowed for one check of one sample (default 180)"
+        "--timeout", type=duration, default=180, help="seconds allowed for one check of one sample (default 180)"
     )
-    forms.add_arguments(parser)
+    add_output(parser)
     parser.add_argument("--verbose", action="store_true", help="also show why checks were skipped, and what passed")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0 if nothing failed, 1 if something did, 2 if the request is wrong, 130 if interrupted."""
-    try:
-        if arguments.abi:
-            return _abi(arguments)
-        if arguments.explain:
-            print(explanation(arguments.explain))
-            return 0
-        if arguments.op is None:
-            raise Wrong("expected an operator, --explain CHECK or --abi LIBRARY")
-        if arguments.require_stable:
-            raise Wrong("--require-stable applies to a library: give --abi LIBRARY too")
-    except Wrong as error:
-        print(f"check: {error}", file=sys.stderr)
-        return 2
-    if "" not in sys.path and "." not in sys.path:
-        sys.path.append("")  # python -P omits it, and my_module is most likely here
+    """0 if nothing failed, 1 if something did, 130 if interrupted.
+
+    Raises:
+        Wrong: the request is wrong.
+    """
+    if arguments.abi:
+        return _abi(arguments)
+    if arguments.explain:
+        if arguments.explain not in CHECKS and arguments.explain != "generated":
+            raise Wrong(unknown("check", arguments.explain, CHECKS))
+        print(explanation(arguments.explain))
+        return 0
+    if arguments.op is None:
+        raise Wrong("expected an operator, --explain CHECK or --abi LIBRARY")
+    if arguments.require_stable:
+        raise Wrong("--require-stable applies to a library: give --abi LIBRARY too")
+    if arguments.seed is not None and arguments.generate is None:
+        raise Wrong("--seed is the seed of generated calls: add --generate N")
+    if "generated" in split([*arguments.only, *arguments.skip]):
+        raise Wrong("--only and --skip take checks; generated calls are made with --generate N alone")
+    search_here()
     live = sys.stderr.isatty()
 
     def progress(where: str) -> None:
@@ -88,25 +88,19 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"\r{where:<60.60}" if live else where, end="" if live else "\n", file=sys.stderr, flush=True)
 
     try:
-        if arguments.seed is not None and arguments.generate is None:
-            raise Wrong("--seed is the seed of generated calls: add --generate N")
-        if "generated" in _names([*arguments.only, *arguments.skip]):
-            raise Wrong("--only and --skip take checks; generated calls are made with --generate N alone")
         # A child imports the operator, so that a library that ends its process there ends a child.
-        report = run.in_children(functools.partial(prepared, arguments), arguments.timeout, progress)
+        report = in_children(functools.partial(prepared, arguments), arguments.timeout, progress)
         if arguments.generate is not None:
             _generated(report, arguments)
-    except (Wrong, ValueError) as error:
-        print(f"check: {error}", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        raise Wrong(str(error)) from error
     except KeyboardInterrupt:
         print("\ncheck: interrupted", file=sys.stderr)
         return 130
     finally:
         if live and not arguments.quiet:
             print(f"\r{'':60}\r", end="", file=sys.stderr)
-    forms.write(report, arguments, verbose=arguments.verbose)
-    return 0 if report.passed else 1
+    return write(report, arguments, verbose=arguments.verbose)
 
 
 def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = lambda report: None) -> Checks:
@@ -115,21 +109,23 @@ def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = 
     Raises:
         Wrong, ValueError: the request is wrong.
     """
-    checks = prepare(
-        *_asked(arguments), arguments.device, dtype=dtype_of(arguments.dtype), only=_names(arguments.only),
-        skip=_names(arguments.skip), reference=named(arguments.reference) if arguments.reference else None,
-        intended_gradient=named(arguments.intended_gradient) if arguments.intended_gradient else None,
-        started=started,
+    return prepare(
+        *_asked(arguments), arguments.device, dtype=dtype_of(arguments.dtype), only=split(arguments.only),
+        skip=split(arguments.skip), reference=named(arguments.reference) if arguments.reference else None,
+        intended_gradient=named(arguments.intended_gradient) if arguments.intended_gradient else None, started=started,
     )  # fmt: skip
-    words = ["-m", "openreg_tools", "check", arguments.op, "--quiet", f"--dtype={arguments.dtype}"]
-    words += [f"--{name}={given}" for name in ("device", "samples", "reference") if (given := getattr(arguments, name))]
-    words += [
-        f"--{name}={each}"
-        for name, given in (("input", arguments.input), ("import", arguments.modules))
-        for each in given
-    ]
-    checks.command = tuple(words)
-    return checks
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """The operator and the samples."""
+    device.load(arguments.modules, arguments.device)
+    by_name = "::" in arguments.op or ":" not in arguments.op
+    op = arguments.op if by_name else named(arguments.op)
+    if arguments.samples and arguments.input:
+        raise Wrong("give --samples or --input, not both")
+    if arguments.samples:
+        return op, named(arguments.samples)
+    return op, [parse(text) for text in arguments.input] or None
 
 
 def _generated(report: Report, arguments: argparse.Namespace) -> None:
@@ -137,32 +133,25 @@ def _generated(report: Report, arguments: argparse.Namespace) -> None:
     from openreg_tools.conformance import generate
 
     _asked(arguments)  # which imports the operator here, too
-    named = [
+    modules = [
         text.partition(":")[0] for text in (arguments.op, arguments.samples or "") if ":" in text and "::" not in text
     ]
     asked = argparse.Namespace(
         device=report.device, generate=arguments.generate, seed=arguments.seed or 0, jobs=1, threads=1,
-        timeout=min(60, arguments.timeout),
-        modules=[*arguments.modules, *named], given={"samples": arguments.samples, "inputs": arguments.input},
-        quiet=arguments.quiet,
+        timeout=min(60, arguments.timeout), modules=[*arguments.modules, *modules],
+        given={"samples": arguments.samples, "inputs": arguments.input}, quiet=arguments.quiet,
     )  # fmt: skip
     found = generate.search(asked, [report.operator])
     report.about["generated"] = "generated calls give the same results as on the CPU"
     report.seconds += found.seconds
     for finding in found.findings:
+        said = f"{report.operator}: {finding.kind}: {finding.message} {finding.call}"
         again = f"To run it again:\n{found.command(finding)}"
-        report.results.append(
-            Result(
-                "generated", 0, "fail", f"{report.operator}: {finding.kind}: {finding.message} {finding.call}", again
-            )
-        )
+        report.results.append(Result("generated", 0, "fail", said, again))
     (of,) = found.operators
     if found.passed:
-        report.results.append(
-            Result(
-                "generated", 0, "pass" if of.reached else "skip", "" if of.reached else of.never, seconds=found.seconds
-            )
-        )
+        status, why = ("pass", "") if of.reached else ("skip", of.never)
+        report.results.append(Result("generated", 0, status, why, seconds=found.seconds))
     report.notes.append(found.summary())
     report.notes += [f"Allowed in {n} generated calls: {note}" for note, n in of.notes.most_common()]
 
@@ -171,41 +160,23 @@ def _abi(arguments: argparse.Namespace) -> int:
     """0 unless --require-stable is given and a symbol may change. The library is read, not loaded."""
     from openreg_tools.abi import audit
 
-    given = {"OP": arguments.op, "--import": arguments.modules, "--samples": arguments.samples, "--input": arguments.input,
-             "--reference": arguments.reference, "--intended-gradient": arguments.intended_gradient, "--device": arguments.device, "--only": arguments.only,
-             "--skip": arguments.skip, "--html": arguments.html}  # fmt: skip
-    if others := [name for name, value in given.items() if value]:
+    names = (
+        "--import",
+        "--samples",
+        "--input",
+        "--reference",
+        "--intended-gradient",
+        "--device",
+        "--only",
+        "--skip",
+        "--html",
+    )
+    others = ["OP"] * bool(arguments.op)
+    others += [
+        each for each in names if getattr(arguments, {"--import": "modules"}.get(each, each[2:].replace("-", "_")))
+    ]
+    if others:
         raise Wrong(f"--abi takes a library, --require-stable and --json alone: leave out {' and '.join(others)}")
     report = audit(arguments.abi)
-    forms.write(report, arguments)
+    write(report, arguments)
     return 1 if arguments.require_stable and not report.is_stable else 0
-
-
-def explanation(check: str) -> str:
-    """The section of docs/checker.md about a check.
-
-    Raises:
-        Wrong: there is no such check.
-    """
-    page = Path(__file__).with_name("checker.md").read_text()
-    sections = {text.partition("\n")[0]: text for text in page.split("\n## ")[1:]}
-    if check not in sections:
-        raise Wrong(unknown("check", check, sections))
-    return sections[check].rstrip()
-
-
-def _names(given: list[str]) -> list[str]:
-    """Also split at commas."""
-    return [name for each in given for name in each.split(",") if name]
-
-
-def _asked(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """The operator and the samples."""
-    dispatch.load(arguments.modules, arguments.device)
-    by_name = "::" in arguments.op or ":" not in arguments.op
-    op = arguments.op if by_name else named(arguments.op)
-    if arguments.samples and arguments.input:
-        raise Wrong("give --samples or --input, not both")
-    if arguments.samples:
-        return op, named(arguments.samples)
-    return op, [parse(text) for text in arguments.input] or None

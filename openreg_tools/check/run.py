@@ -6,33 +6,154 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import re
+import signal
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-from openreg_tools.check.case import FAKE, last_line
-from openreg_tools.check.checks import UNUSUAL
+from openreg_tools.check.case import FAKE, Case, Operator, Outcome, last_line
+from openreg_tools.check.checks import ANY_LAYOUT, CHECKS, UNUSUAL
+from openreg_tools.check.checks.derivatives import derivative
 from openreg_tools.check.report import ENDED, Report, Result
+from openreg_tools.check.settings import preserved
 from openreg_tools.core import child
-from openreg_tools.forms import Wrong
+from openreg_tools.core.options import Wrong
+from openreg_tools.core.samples import Sample
 
-if TYPE_CHECKING:
-    from openreg_tools.check.checker import Checks
-
-Prepare = Callable[..., "Checks"]  # takes `started`, which is called with the report before the samples are made
 ENDS = 20  # how often the operator may end its process before the remaining checks are skipped
 HANGS = 2  # how often it may hang
 ALONE = ("state",)  # the checks that need a process in which the operator has not run
+
+# ---- one check of one sample ----
+
+# PyTorch's errors for what the package of a device does not have yet, and what that is.
+_LACKING = {
+    r"Could not run '(aten::[\w.]+)' with arguments from the '(?!CPU|Meta|Sparse|Quantized|Nested)\w+' backend": "{}",
+    r"module 'torch\.\w+' has no attribute '(\w*rng_state|manual_seed\w*|synchronize|current_\w+|device_count)'": "{}()",
+    r"register (PrivateUse1HooksInterface)": "{}",
+    r"use AMP with the `\w+` backend, but .*(get_amp_supported_dtype)": "{}()",
+}
+
+
+def lacking(sentence: str) -> str:
+    """What the package of a device lacks, according to an error of PyTorch; "" if that is not what it says."""
+    found = ((re.search(pattern, sentence), text) for pattern, text in _LACKING.items())
+    return next((text.format(match[1]) for match, text in found if match), "")
+
+
+@dataclasses.dataclass
+class Checks:
+    """The checks of one operator, to run one by one."""
+
+    report: Report  # without results
+    op: Operator
+    samples: list[Sample]
+    reference: Callable[..., Any] | None
+    known: dict[str, str]
+    may_pass: list[str]  # of `known`
+    intended_gradient: Callable[..., Any] | None = None
+    trying: Callable[[str], None] = lambda inputs: None  # called with the inputs that a check tries
+    _case: tuple[int, Case, str] | None = None  # the sample's number, and why the operator refuses it
+
+    def result(self, i: int, name: str) -> Result:
+        """Run one check on one sample."""
+        start = time.perf_counter()
+        with _interrupts() as interrupts:
+            case, refusal = (self._new_case(i), "") if name in ALONE else self._of_sample(i)
+            if refusal and name != "runs":
+                outcome = Outcome("skip", f"{case.name} refuses this sample")
+            elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
+                outcome = Outcome("skip", "it applies to strided tensors only")
+            else:
+                with preserved(self.report.device):
+                    outcome = _run_check(CHECKS[name], case)
+                if outcome.status == "fail" and name != "runs" and (part := lacking(outcome.sentence)):
+                    outcome = Outcome("skip", f"the device lacks {part}")
+            if interrupts:
+                raise KeyboardInterrupt
+        seconds = round(time.perf_counter() - start, 4)
+        return Result(name, i, outcome.status, outcome.sentence, outcome.remedy, seconds)
+
+    def rehearse(self, i: int, name: str) -> None:
+        """Run one check on one sample without gradients, in a child that cannot have them."""
+        case, refusal = self._of_sample(i)
+        if not refusal:
+            case.derivative = Outcome("skip", "")
+            _run_check(CHECKS[name], case)
+
+    def _of_sample(self, i: int) -> tuple[Case, str]:
+        if self._case is None or self._case[0] != i:
+            case = self._new_case(i)
+            self._case = i, case, _refusal(case)
+        return self._case[1:]
+
+    def _new_case(self, i: int) -> Case:
+        case = Case(self.op, self.samples[i], self.report.device, self.reference, derivative, self.intended_gradient)
+        case.trying = self.trying
+        case.others = (*self.samples[:i], *self.samples[i + 1 :])
+        return case
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """The SIGINTs that arrive: an operator may raise KeyboardInterrupt itself, or swallow that of the user's Ctrl-C."""
+    arrived: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield arrived
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        arrived.append(number)
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield arrived
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# What an operator may raise. SystemExit and KeyboardInterrupt would otherwise end the tool, which then reports nothing.
+_RAISED = (Exception, SystemExit, KeyboardInterrupt, GeneratorExit)
+
+
+def _refusal(case: Case) -> str:
+    try:
+        case.expected  # noqa: B018 -- it runs the operator
+    except _RAISED as error:
+        return last_line(error)
+    return ""
+
+
+def _run_check(function: Callable[[Case], str | None], case: Case) -> Outcome:
+    try:
+        return Outcome("pass", function(case) or "")
+    except Outcome as outcome:
+        return outcome
+    except _RAISED as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = next((f"{f.filename}:{f.lineno}" for f in reversed(frames) if "/torch/" not in f.filename), "")
+        said = f"{case.name}: the check {function.__name__} ended in {last_line(error)}" + f" ({where})" * bool(where)
+        remedy = "the operator raised where its result was expected; see the section of this check for what it calls"
+        return Outcome("fail", said, remedy)
+
+
+# ---- all checks ----
+
+Prepare = Callable[..., Checks]  # takes `started`, which is called with the report before the samples are made
 
 
 def in_process(checks: Checks, seconds: float, progress: Callable[[str], None]) -> Report:
     """Run every check here. The kernel first gets unusual inputs in a forked child, where that is possible."""
     report, began = checks.report, time.perf_counter()
     host = report.device == "cpu" and hasattr(os, "fork")
-    with child.at_most() if host else contextlib.nullcontext(), checks.preserved():
+    with child.at_most() if host else contextlib.nullcontext(), preserved(checks.report.device):
         for i, name in sorted(report.planned(), key=lambda each: each[1] not in ALONE):
             progress(_where(report, i, name))
             rehearsed = _rehearsed(checks, i, name, seconds) if host and name in UNUSUAL else None
@@ -86,7 +207,7 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
         told = {"known": checks.known, "may_pass": checks.may_pass}
         answer({"ready": dataclasses.asdict(checks.report), **told})
         torch.empty(0, device=checks.report.device)  # a device reserves its memory before there is a limit
-        with child.at_most(), checks.preserved():
+        with child.at_most(), preserved(checks.report.device):
             checks.trying = lambda inputs: answer({"trying": inputs})
             for k, (i, name) in enumerate(planned[len(report.results) :] if report else _ordered(checks.report)):
                 if k and name in ALONE:

@@ -120,7 +120,7 @@ def size(tensors):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_checker(name):
-    skipped = ["compile_unbacked", "export_unbacked"]  # test_unbacked.py has these
+    skipped = ["compile_unbacked"]  # test_unbacked.py has these
     # A backward's own derivatives take seconds each: once, for the sample with most tensors.
     once = ["compile", "gradgradcheck"] if name.endswith("_backward") else []
     report = check(f"openreg::{name}", skip=skipped + once)
@@ -138,8 +138,8 @@ def tensors_in(sample):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_checker_with_options(name):
-    slow = ["export", "jit_trace", "jit_script", "copies", "poison", "determinism", "threads", "overhead", "large"]
-    skipped = [*slow, "compile_unbacked", "export_unbacked", *["compile"] * name.endswith("_backward")]
+    slow = ["poison", "determinism", "threads", "large"]
+    skipped = [*slow, "compile_unbacked", *["compile"] * name.endswith("_backward")]
     check(f"openreg::{name}", options_of(name), skip=skipped).raise_if_failed()
 
 
@@ -258,7 +258,7 @@ def test_other_devices(name, dtype):
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_checker_on_the_cpu(name):
     """The reference stands for the operator there, in its derivatives too."""
-    only = ["opcheck_autograd_registration", "gradcheck", "gradgradcheck", "forward_ad"]
+    only = ["autograd_registration", "gradcheck", "gradgradcheck", "forward_ad"]
     samples = [*op.SAMPLES[name]("cpu", torch.float32)][:1]
     check(f"openreg::{name}", samples, "cpu", only=only).raise_if_failed()
 

@@ -1,4 +1,7 @@
-"""The checker: it catches broken operators that opcheck passes, passes good ones, and restores all state."""
+"""The checker: a broken operator for each thing that it says, good ones that pass, and how it runs.
+
+tests/tools/mistakes has operators of different shape for each kind of mistake.
+"""
 
 from __future__ import annotations
 
@@ -16,157 +19,772 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import types
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from openreg_tools.generate import search
 from processes import python
 from torch import Tensor
-from torch.library import opcheck
 
 import openreg_ops
 from openreg_ops import _C
 from openreg_ops.testing import Sample, check
-from openreg_tools.check import command as checker_command
+from openreg_tools.check import command as check_command
 from openreg_tools.check.case import Case
-from openreg_tools.check.checker import derived, operator, preserved
-from openreg_tools.check.checks import CHECKS, SLOW, UNUSUAL, unbacked
+from openreg_tools.check.checker import derived, operator
+from openreg_tools.check.checks import CHECKS, SLOW, unbacked
 from openreg_tools.check.checks.derivatives import derivative
-from openreg_tools.check.report import MARKS, PARTS, Report, Result
-from openreg_tools.core.samples import parse
-from openreg_tools.forms import Wrong
+from openreg_tools.check.report import MARKS, Report, Result
+from openreg_tools.check.settings import preserved
+from openreg_tools.conformance import generate
+from openreg_tools.core.options import Wrong
 
 ROOT = Path(__file__).parents[2]
 pytest_plugins = ["pytest_openreg_ops"]
 
 LIBRARY = torch.library.Library("broken", "FRAGMENT")
+NUMBERS = (torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) + 0.5,)
+ONES = (torch.ones(4, 6),)
 
 
-def define(schema, kernel, fake, key="CPU"):
-    """A C++-style operator: TORCH_LIBRARY's def, impl, and a fake kernel."""
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema)
+def only_result(*arguments, **options):
+    """The one result of a check."""
+    (result,) = check(*arguments, **options).results
+    return result
+
+
+# ---- one broken operator for each sentence ----
+
+
+class Broken:
+    """An operator broken::NAME, its sample, and the sentence that a check must end in."""
+
+    def __init__(self, row, sentence, kernel=None, *, inputs=NUMBERS, device=None, reference=None, status="fail",
+                 mode="error", intended_gradient=None, **how):  # fmt: skip
+        self.intended_gradient = intended_gradient
+        self.row, self.sentence, self.status, self.kernel, self.how = row, sentence, status, kernel, how
+        self.inputs, self.device, self.reference, self.mode = inputs, device, reference, mode
+
+    def make(self, name):
+        return define(name, self.kernel, **self.how)
+
+
+def define(
+    name,
+    kernel,
+    fake=torch.empty_like,
+    key="CPU",
+    schema="(Tensor x) -> Tensor",
+    backward=None,
+    setup=lambda ctx, inputs, output: ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor))),
+    vmap=None,
+    autocast=None,
+    out=None,
+    sharding=None,
+    **kernels,
+):
+    """Define one; the schema may follow its name. `kernels` are those at other dispatch keys, and get the operator first."""
+    if "(" in name:
+        name, schema = name.partition("(")[0], name[name.index("(") :]
+    LIBRARY.define(f"{name}{schema}")
     LIBRARY.impl(name, kernel, key)
-    torch.library.register_fake(f"broken::{name}", fake)
-    return getattr(torch.ops.broken, name).default
+    op = getattr(torch.ops.broken, name).default
+    if fake and key != "CompositeImplicitAutograd":
+        torch.library.register_fake(f"broken::{name}", fake, lib=LIBRARY)
+    if backward:
+        torch.library.register_autograd(f"broken::{name}", backward, setup_context=setup, lib=LIBRARY)
+    if vmap:
+        torch.library.register_vmap(f"broken::{name}", vmap, lib=LIBRARY)
+    if autocast:
+        torch.library.register_autocast(f"broken::{name}", "cpu", autocast, lib=LIBRARY)
+    if out:
+        LIBRARY.define(f"{name}.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+        LIBRARY.impl(f"{name}.out", out, "CPU")
+    for where, function in kernels.items():
+        LIBRARY.impl(name, functools.partial(function, op), where)
+    if sharding:
+        from torch.distributed.tensor.experimental import register_sharding
+
+        register_sharding(op)(sharding)
+    return op
 
 
-@contextlib.contextmanager
-def zeroed_memory():
-    """Fresh CPU memory holds zeros, as most of a new process's does; other tests leave NaN in what they freed."""
-    perturb = -6  # glibc's M_PERTURB: malloc fills memory with the complement; 0 is off
-    ctypes.CDLL(None).mallopt(perturb, 0xFF)
-    try:
-        yield
-    finally:
-        ctypes.CDLL(None).mallopt(perturb, 0)
+def double(x):
+    return x * 2
 
 
-def caught(op, samples, row, *, only=None, device=None, status="fail"):
-    """The sentence of a check that must end so, for an operator that opcheck passes."""
-    with zeroed_memory():
-        for sample in samples:
-            assert set(opcheck(op, sample).values()) == {"SUCCESS"}
-    report = check(
-        op, [tuple(x.detach() if isinstance(x, Tensor) else x for x in s) for s in samples], device, only=only or [row]
-    )
-    found = report.of(status, row)
-    assert found, str(report)
-    assert found[0].docs == f"docs/checker.md#{row}" and (found[0].remedy or status == "refused")
-    assert found[0].sentence.startswith(op.name() if isinstance(op, torch._ops.OpOverload) else "broken::")
-    return found[0].sentence
+def double_backward(ctx, g):
+    return g * 2
 
 
-# ---- broken operators that opcheck passes ----
+def noise(x):
+    return x * 2 + torch.rand(())
 
 
-def test_forward_only_with_a_warning():
-    """Its output says requires_grad, and backward leaves it out: f(x) + x gets the gradient of x alone."""
+def traced(x):
+    """Whether a compiler traces this."""
+    return type(x) is not Tensor
 
-    def kernel(x):
-        with torch.no_grad():
+
+def not_contiguous():
+    raise RuntimeError("not contiguous")
+
+
+def accident(*_arguments):
+    return {}["slot"]
+
+
+def below(op, *arguments):
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
+
+
+PAIR = "(Tensor x, Tensor y) -> Tensor"
+PAIRS = (NUMBERS[0], NUMBERS[0] + 1)
+TWO = "(Tensor x) -> (Tensor, Tensor)"
+VIEW = "(Tensor(a) x) -> Tensor(a)"
+
+
+def pair_backward(ctx, g):
+    x, y = ctx.saved_tensors
+    return g * y, g * x
+
+
+class Function(torch.autograd.Function):
+    """The sine, by the operator `op`; what is wrong with it is in subclasses."""
+
+    @staticmethod
+    def forward(ctx, op, x):
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return below(op, x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, g * ctx.saved_tensors[0].cos()
+
+
+class WrongJvp(Function):
+    @staticmethod
+    def jvp(ctx, op, tangent):
+        return tangent * ctx.saved_tensors[0].sin()
+
+
+class RaisingJvp(Function):
+    jvp = staticmethod(accident)
+
+
+class Cosine(torch.autograd.Function):
+    """With its own second derivative."""
+
+    @staticmethod
+    def forward(ctx, x, second):
+        ctx.second = second
+        ctx.save_for_backward(x)
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.second(g, *ctx.saved_tensors), None
+
+
+def sine_whose_second(second):
+    return dict(kernel=torch.sin, backward=lambda ctx, g: g * Cosine.apply(*ctx.saved_tensors, second))
+
+
+def refuse(*_arguments):
+    raise RuntimeError("it has no second derivative")
+
+
+def keeps(second, x):
+    """Its derivative is a constant under torch.func, and what `second` says elsewhere."""
+    if torch._C._are_functorch_transforms_active():
+        constant = x.detach()
+        return constant.sin() + (x - constant) * constant.cos()
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
             return x.sin()
 
-    op = define("forward_only(Tensor x) -> Tensor", kernel, torch.empty_like)
-    x = torch.randn(4, 6, requires_grad=True)
-    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
-        (op(x) + x).sum().backward()
-    assert (x.grad == 1).all()  # partial
-    sentence = caught(op, [(x.detach().requires_grad_(),)], "backward")
-    assert "backward only warns and leaves the operator out: a program gets a partial gradient" in sentence
+        @staticmethod
+        def backward(ctx, g):
+            return g * Cosine.apply(*ctx.saved_tensors, second)
+
+    return Sine.apply(x)
 
 
-def test_forward_only_that_detaches():
-    """Its output does not even say requires_grad."""
-    op = define("detaches(Tensor x) -> Tensor", lambda x: x.sin(), torch.empty_like)
-
-    def autograd(x):
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(x)
-
-    LIBRARY.impl("detaches", autograd, "Autograd")
-    sentence = caught(op, [(torch.randn(4, 6, requires_grad=True),)], "backward")
-    assert "it depends on x, which requires a gradient, but its output does not" in sentence
+def grad_in_no_grad(x):
+    with torch.enable_grad():
+        return (x if x.requires_grad else x.detach().requires_grad_()).sin()
 
 
-def test_gradient_of_one_argument_missing():
-    @torch.library.custom_op("broken::one_gradient", mutates_args=())
-    def one_gradient(x: Tensor, y: Tensor) -> Tensor:
-        return x * y
-
-    one_gradient.register_fake(lambda x, y: torch.empty_like(x))
-    one_gradient.register_autograd(
-        lambda ctx, g: (g * ctx.saved_tensors[0], None),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
-    )
-    x, y = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
-    assert "the gradient of y is missing" in caught(one_gradient, [(x, y)], "backward")
+def refuses_but_not_functorch(x):
+    if torch._C._are_functorch_transforms_active():
+        return x.detach() * 2
+    if x.requires_grad:
+        raise NotImplementedError("it has no derivative")
+    return x * 2
 
 
-def test_fake_strides_of_a_permuted_input():
-    op = define(
-        "fake_strides(Tensor x) -> Tensor", lambda x: torch.empty_like(x).copy_(x), lambda x: x.new_empty(x.shape)
-    )
-    sentence = caught(op, [(torch.randn(4, 6),)], "fake_layouts")
-    assert "in permuted layout (x [4, 6] of strides (1, 4))" in sentence
-    assert "has strides (1, 4), but the fake kernel says (6, 1)" in sentence
+def refuses_but_not_traced(op, x):
+    class Refused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return below(op, x)
+
+        @staticmethod
+        def backward(ctx, g):
+            raise NotImplementedError("it has no derivative")
+
+    return below(op, x) if traced(x) else Refused.apply(x)
 
 
-def test_fake_dtype_of_a_half_input():
-    """The kernel accumulates in float32; the fake kernel says so for float32 alone."""
-
-    @torch.library.custom_op("broken::rms", mutates_args=())
-    def rms(x: Tensor) -> Tensor:
-        return x.float().square().mean(-1).sqrt()
-
-    rms.register_fake(lambda x: x.new_empty(x.shape[:-1]))
-    sentence = caught(rms, [(torch.randn(4, 6),)], "fake_dtypes")
-    assert "given float16 x output 0 is float32, but the fake kernel says float16" in sentence
+def in_memory_order(x):
+    return (x.as_strided((x.numel(),), (1,), x.storage_offset()) * 2).reshape(x.shape)
 
 
-def test_fake_dtype_of_mixed_inputs():
-    """It promotes; the fake kernel takes the dtype of the first."""
-
-    @torch.library.custom_op("broken::promotes", mutates_args=())
-    def promotes(x: Tensor, y: Tensor) -> Tensor:
-        return x * y
-
-    promotes.register_fake(lambda x, y: torch.empty_like(x))
-    sentence = caught(promotes, [(torch.randn(4, 6), torch.randn(4, 6))], "fake_dtypes")
-    assert "given float16 x output 0 is float32, but the fake kernel says float16" in sentence
+def aligned(x):
+    if x.is_contiguous() and type(x) is Tensor and x.data_ptr() % 16:
+        raise RuntimeError("misaligned address")
+    return x * 2
 
 
-def test_fake_kernel_that_takes_no_half_types():
-    def fake(x):
-        torch._check(x.dtype == torch.float32, lambda: "floats: expected float32")
-        return torch.empty_like(x)
+def vectors_of(x, new):
+    """Only whole vectors of 8 elements are written."""
+    out, n = new(x.shape), x.numel() // 8 * 8
+    out.view(-1)[:n] = x.reshape(-1)[:n]
+    return out
 
-    op = define("floats(Tensor x) -> Tensor", lambda x: x * 2, fake)
-    sentence = caught(op, [(torch.randn(4, 6),)], "fake_dtypes")
-    assert "given float16 x the kernel runs, but the fake kernel raised RuntimeError: floats: expected f" in sentence
+
+def reads_whole_vectors(x):
+    """The maximum of x and of what completes its last vector in memory."""
+    n = min(-(-x.numel() // 8) * 8, x.untyped_storage().nbytes() // x.element_size() - x.storage_offset())
+    whole = x.as_strided((n,), (1,), x.storage_offset()) if x.is_contiguous() and x.numel() else x
+    return x * (2 if not whole.isnan().any() else 3)
+
+
+def writes_around(x):
+    x.mul_(2)
+    if x.numel() and not x.is_contiguous():
+        x.as_strided((1,), (1,), 0).zero_()
+
+
+def sum_in_half(x):
+    total = torch.zeros_like(x[..., 0])
+    for i in range(x.shape[-1]):
+        total += x[..., i]
+    return total
+
+
+def of_threads(x):
+    return x * (1 if x.numel() < 1000 or torch.get_num_threads() == 1 else 2)
+
+
+BUFFER = torch.empty(4, 6)
+STUCK = threading.Event()
+
+
+def shares_a_buffer(x):
+    BUFFER.copy_(x)
+    time.sleep(0.001)
+    return BUFFER.clone()
+
+
+BUFFERS = {}
+DRAWS = "(Tensor x, Generator? g=None) -> Tensor"
+
+
+def buffer_for(x):
+    return BUFFERS.setdefault((x.shape, x.dtype), torch.empty_like(x)).copy_(x)
+
+
+def doubles_once(x, memo={}):  # noqa: B006 -- it keeps the tensors, so that no other gets the address of one
+    return memo.setdefault(x.data_ptr(), (x, x * 2))[1].clone()
+
+
+def of_the_first_device(x, memo={}):  # noqa: B006
+    return x * (2 if memo.setdefault("device", x.device.type) == x.device.type else 3)
+
+
+def by_the_number_of_dtypes(x, memo=set()):  # noqa: B006
+    memo.add(x.dtype)
+    return x * len(memo)
+
+
+def unseeded():
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
+def on_the_default_stream(x):
+    with torch.openreg.stream(torch.openreg.default_stream(x.device)):
+        return x * 2
+
+
+def first_of(x, at_once):
+    """The first element, read on the host: at once, or after waiting for the stream."""
+    return ctypes.c_float.from_address(x.data_ptr()).value if at_once else x.flatten()[0].item()
+
+
+def stuck(x):
+    if threading.current_thread() is not threading.main_thread():
+        STUCK.wait(60)
+    return x * 2
+
+
+def drifts(x, calls=[]):  # noqa: B006 -- it counts the calls
+    calls.append(1)
+    return x + len(calls) % 3 * 1e-7
+
+
+def unwritten(x):
+    return torch.empty_like(x).mul_(0) + x
+
+
+def stream_id(x):
+    return torch.accelerator.current_stream().stream_id
+
+
+def puts_back(x):
+    out = x.add_(1) * 2
+    x.sub_(1)
+    return out
+
+
+def by_numpy(x):
+    x.numpy()[...] *= 2
+
+
+def shared_outputs(x):
+    y = x * 2
+    return y, y.view_as(y)
+
+
+def of_equal_shapes(x, y):
+    torch._check(x.shape == y.shape, lambda: "pairs: expected y of the shape of x")
+    return x * y
+
+
+def half_refused(x, y):
+    torch._check(x.dtype == y.dtype, lambda: "expected one dtype")
+    return x * y
+
+
+def bare_double_size(x):
+    if any(isinstance(n, torch.SymInt) for n in x.shape):
+        accident()
+    return torch.empty_like(x)
+
+
+def triples(name):
+    def kernel(x: Tensor) -> None:
+        x.mul_(3)
+
+    return torch.library.custom_op(f"broken::{name}", kernel, mutates_args=("x",))
+
+
+@functools.cache
+def helper(which):
+    """Operators that the backward of another one calls."""
+    if which == "warns":
+        return define("helper_warns(Tensor g, Tensor x) -> Tensor", lambda g, x: g * x.cos())
+    if which == "raises":
+
+        def kernel(g: Tensor, x: Tensor) -> Tensor:
+            return g * x.cos()
+
+        return torch.library.custom_op("broken::helper_raises", kernel, mutates_args=())
+    if which == "strides":
+        return define("helper_strides", lambda g: (g * 2).contiguous())
+    if which == "loop":
+        return define("helper_loop", double)
+    if which == "int":
+        return define("helper_int(Tensor g, int n) -> Tensor", lambda g, n: g * 2, lambda g, n: torch.empty_like(g))
+    return define("helper_vmap", double, vmap=lambda info, dims, x: (x * 3, dims[0]))
+
+
+def shrink(x):
+    return x.new_empty((2, 6))
+
+
+def by_rows(x):
+    """A sharding strategy."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [([place], [place]) for place in (Replicate(), Shard(0))]
+
+
+def refused_by_functorch(op, x):
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError("it must override the setup_context staticmethod")
+    return x.sin()
+
+
+def constant_in_functorch(x, depth=1):
+    """Without a gradient in `depth` transforms of torch.func."""
+    from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+    return x.detach().sin() if len(retrieve_all_functorch_interpreters()) >= depth else x.sin()
+
+
+def raises_in_functorch(x, depth=1):
+    from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+    return accident() if len(retrieve_all_functorch_interpreters()) >= depth else x.sin()
+
+
+TABLE = [
+    # derivatives
+    Broken("backward", "it has no derivative, its output says requires_grad, and backward only warns and leaves the "
+           "operator out: a program gets a partial gradient", torch.sin),
+    Broken(
+        "backward", "the gradient of y is missing, but the output depends on y", torch.mul, schema=PAIR, inputs=PAIRS,
+        fake=torch.mul, backward=lambda ctx, g: (g * ctx.saved_tensors[1], None),
+    ),
+    Broken(
+        "backward", "the gradient of y is zero, but the output depends on y", torch.mul, schema=PAIR, inputs=PAIRS,
+        fake=torch.mul, backward=lambda ctx, g: (g * ctx.saved_tensors[1], torch.zeros_like(g)),
+    ),
+    Broken("backward", "a call whose inputs require a gradient raised KeyError", double,
+           Autograd=lambda op, x: accident() if x.requires_grad else below(op, x)),
+    Broken("backward", "backward raised KeyError", double, backward=accident),
+    Broken("backward", "it depends on x, which requires a gradient, but its output does not; a program's gradient leaves "
+           "the operator out, without an error or a warning", double, Autograd=below),
+    Broken("backward", "it writes to x, which requires a gradient, without telling autograd: the gradient passes as if x",
+           triples, inputs=(NUMBERS[0].clone().requires_grad_(),)),
+    Broken(
+        "backward", "output 1 depends on x but does not require a gradient; everything computed from it is left out of a "
+        "program's gradient", lambda x: (x * 2, x * 3), schema=TWO, status="warn",
+        fake=lambda x: (torch.empty_like(x), torch.empty_like(x)), backward=lambda ctx, g, h: g * 2,
+        setup=lambda ctx, inputs, output: ctx.mark_non_differentiable(output[1]),
+    ),
+    Broken("backward", "an output requires a gradient under torch.no_grad()", grad_in_no_grad,
+           key="CompositeImplicitAutograd"),
+    Broken("gradcheck", ": its gradient is not the derivative: Jacobian mismatch", double, backward=lambda ctx, g: g * 3),
+    Broken("gradgradcheck", ": its backward is not differentiable: the second derivative is wrong",
+           **sine_whose_second(lambda g, x: g * x.sin())),
+    Broken("gradgradcheck", "torch.func.grad of a function that calls torch.func.vjp gives zero, without an error; eager "
+           "refuses the second derivative", functools.partial(keeps, refuse), key="CompositeImplicitAutograd"),
+    Broken("gradgradcheck", "torch.func.grad of a function that calls torch.func.vjp gives zero, without an error; eager "
+           "has a second derivative", functools.partial(keeps, lambda g, x: -g * x.sin()),
+           key="CompositeImplicitAutograd"),
+    Broken("gradgradcheck", "it calls broken::helper_warns, which has no derivative, and double backward only warns and "
+           "leaves it out", torch.sin, backward=lambda ctx, g: helper("warns")(g, *ctx.saved_tensors)),
+    Broken("gradgradcheck", "the gradient of x does not require a gradient under create_graph=True, so second derivatives "
+           "leave it out without an error", torch.sin,
+           backward=lambda ctx, g: (g * ctx.saved_tensors[0].cos()).detach()),
+    Broken("gradgradcheck", "the second derivative raised KeyError", **sine_whose_second(accident)),
+    Broken("gradgradcheck", "it calls broken::helper_raises, which has no derivative, so double backward ends in that "
+           "operator's error: ", torch.sin, backward=lambda ctx, g: helper("raises")(g, *ctx.saved_tensors), status="warn"),
+    Broken("forward_ad", "forward-mode AD gives … where backward gives ", torch.sin, Autograd=WrongJvp.apply),
+    Broken("forward_ad", "forward-mode AD (torch.func.jvp, make_dual) silently loses the tangent: the output has none, and "
+           "its derivative is not zero", double, backward=double_backward, status="warn"),
+    Broken("forward_ad", "a call with forward-mode tangents raised KeyError", torch.sin, Autograd=RaisingJvp.apply),
+    Broken("func_grad", "backward gives its gradient, but torch.func.grad raises RuntimeError: it must override the setup_con",
+           torch.sin, Autograd=refused_by_functorch, status="warn"),
+    Broken("func_grad", "torch.func.grad raised KeyError", raises_in_functorch, key="CompositeImplicitAutograd"),
+    Broken("func_grad", "under torch.func.grad the gradient of x differs … , which backward gives",
+           constant_in_functorch, key="CompositeImplicitAutograd"),
+    Broken("func_grad", "torch.func.grad of the outputs of torch.func.vjp raised KeyError",
+           functools.partial(raises_in_functorch, depth=2), key="CompositeImplicitAutograd"),
+    Broken("func_grad", "under torch.func.grad of the outputs of torch.func.vjp the gradient of x",
+           functools.partial(constant_in_functorch, depth=2), key="CompositeImplicitAutograd"),
+    Broken("backward", "it writes to x without telling autograd, so a gradient does not pass through, without an error",
+           triples, status="warn"),
+    Broken("gradcheck", "the function given as intended_gradient returns shapes [[2, 6]], and the operator [[4, 6]]", double,
+           backward=double_backward, intended_gradient=lambda x: x[:2]),
+    Broken("gradcheck", "the gradient of x differs … , which the function given as intended_gradient has",
+           torch.round, backward=double_backward, intended_gradient=lambda x: x),
+    # gradients
+    Broken("gradient_layouts", "the gradient is transposed (shape [4, 6], strides (1, 4)): output 0 of broken::helper_strides has "
+           "strides (6, 1), but its fake kernel says (1, 4) (given [4, 6] of strides (1, 4)); a compiled program trusts the fake kernel",
+           double, backward=lambda ctx, g: helper("strides")(g)),
+    Broken("gradient_layouts", "backward through one output at a time, so that the gradients of the others are undefined, adds up "
+           "to other numbers than backward through all: the gradient of x differs", lambda x: (x * 2, x * 3), schema=TWO,
+           fake=lambda x: (torch.empty_like(x), torch.empty_like(x)),
+           setup=lambda ctx, inputs, output: ctx.set_materialize_grads(False),
+           backward=lambda ctx, g, h: (1 if g is None else g * 2) + (1 if h is None else h * 3)),
+    Broken("gradient_layouts", "the gradient is a slice of a wider one, as after cat or split (shape [4, 6], strides (18, 1)): backward "
+           "raised RuntimeError: view size is not compatible", double, backward=lambda ctx, g: g.view(-1).view(g.shape) * 2),
+    Broken("gradient_layouts", "the gradient of x differs … , which a contiguous gradient of equal values gives", double,
+           backward=lambda ctx, g: g * (2 if g.is_contiguous() else 3)),
+    Broken("gradient_layouts", ": backward rejects it: RuntimeError: not contiguous", double, status="warn",
+           backward=lambda ctx, g: g * 2 if g.is_contiguous() else not_contiguous()),
+    Broken("frozen_arguments", "if only x requires a gradient, backward raised KeyError", torch.mul, schema=PAIR, inputs=PAIRS,
+           fake=torch.mul, backward=lambda ctx, g: pair_backward(ctx, g) if all(ctx.needs_input_grad) else accident()),
+    Broken("frozen_arguments", "if only x requires a gradient, the gradient of x differs … , which backward gives when every "
+           "argument requires one", torch.mul, schema=PAIR, inputs=PAIRS, fake=torch.mul,
+           backward=lambda ctx, g: pair_backward(ctx, g) if all(ctx.needs_input_grad) else (g, g)),
+    Broken("broadcast_gradients", "x of shape [1, 6] is broadcast to [4, 6], and backward raised RuntimeError: shape", torch.mul,
+           schema=PAIR, inputs=PAIRS, fake=torch.mul,
+           backward=lambda ctx, g: tuple(map(Tensor.reshape, pair_backward(ctx, g), [x.shape for x in ctx.saved_tensors]))),
+    Broken("broadcast_gradients", "x of shape [1, 6] is broadcast to [4, 6], and the gradient of x differs … , which the sum over the "
+           "broadcast dimensions gives", torch.mul, schema=PAIR, inputs=PAIRS, fake=torch.mul,
+           backward=lambda ctx, g: tuple(d if d.shape == x.shape else d.mean(0, True).expand(x.shape) if x.dim() == 2 else None
+                                         for d, x in zip(pair_backward(ctx, g), ctx.saved_tensors, strict=True))),
+    Broken("saved_tensors", "it keeps output 0 for backward without save_for_backward: the output and its graph refer to each "
+           "other, so their memory leaks, and saved_tensors_hooks, checkpointing and offloading do not see it", torch.exp, backward=lambda ctx, g: g * ctx.y,
+           setup=lambda ctx, inputs, output: setattr(ctx, "y", output)),
+    Broken("saved_tensors", "it keeps a float32 tensor of shape [4, 6] for backward without save_for_backward, so saved_tensors_hooks, "
+           "checkpointing and offloading do not see it", torch.sin, backward=lambda ctx, g: g * ctx.slope,
+           setup=lambda ctx, inputs, output: setattr(ctx, "slope", inputs[0].cos())),
+    Broken("saved_tensors", "after changing x in place between forward and backward, without an error, the gradient of x differs",
+           torch.sin, backward=lambda ctx, g: g * ctx.x.cos(),
+           setup=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0])),
+    Broken("saved_tensors", "it keeps x for backward without save_for_backward, which holds its memory; "
+           "saved_tensors_hooks, checkpointing and offloading do not see it", double, status="warn",
+           backward=lambda ctx, g: (g * 2).view(ctx.x.shape), setup=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0])),
+    # distributed
+    Broken("dtensor", "a call on DTensors with every argument replicated raised RuntimeError: 'slot'", double,
+           sharding=accident),
+    Broken("dtensor", "on DTensors with x sharded along dimension 0 output 0 differs … , which plain tensors give",
+           lambda x: x.cumsum(0), sharding=by_rows),
+    Broken("dtensor", "its backward does not run on DTensors: NotImplementedError: Operator broken.helper_loop.default",
+           double, sharding=by_rows, backward=lambda ctx, g: helper("loop")(g), status="warn"),
+    Broken("dtensor", "backward on DTensors with every argument replicated raised KeyError", double, sharding=by_rows,
+           backward=lambda ctx, g: accident() if traced(g) else g * 2),
+    Broken("dtensor", "on DTensors with every argument replicated the gradient of x differs … , which "
+           "plain tensors give", double, sharding=by_rows,
+           backward=lambda ctx, g: g * (3 if traced(g) else 2)),
+    # fakes
+    Broken("compile", "under torch.compile with static shapes the gradient of x differs", double,
+           backward=lambda ctx, g: g * (3 if traced(g) else 2)),
+    Broken("compile", "torch.compile with static shapes raised", double, fake=None),
+    Broken("compile", "eager mode refuses the gradient with an error, but under torch.compile there is neither error nor gradient",
+           double, Autograd=refuses_but_not_traced),
+    Broken("fake_numbers", "given the sample number 0 of its outputs is 24, but the fake kernel says 0, which a compiled "
+           "program takes for the result of every call", lambda x: x.numel(), schema="(Tensor x) -> SymInt", fake=lambda x: 0),
+    Broken("int_sizes", "n is the size of dimension 0 of output 0, and the schema says int", lambda x, n: x.new_zeros(n),
+           schema="(Tensor x, int n) -> Tensor", fake=lambda x, n: x.new_empty(n), inputs=(*NUMBERS, 3)),
+    Broken("int_sizes", "n is the size of dimension 0 of output 0, and the schema says int", lambda x, n=3: x.new_zeros(n),
+           schema="(Tensor x, int n=3) -> Tensor", fake=lambda x, n=3: x.new_empty(n), status="warn"),
+    Broken("fake_dynamic", "its backward fixes dimension 0 of x to 4, although it takes other sizes; every new size compiles again", double,
+           backward=lambda ctx, g: g * 2 if int(g.shape[0]) else g, status="warn"),
+    Broken("fake_dynamic", "its backward fixes dimension 0 of x to 4, although it takes other sizes; every new size compiles again: "
+           "broken::helper_int takes the size as an int", double, backward=lambda ctx, g: helper("int")(g, g.shape[0])),
+    Broken("defaults", "in a call with eps=1.5, the fake kernel raised TypeError", lambda x, eps=0.5: x + eps,
+           schema="(Tensor x, float eps=0.5) -> Tensor"),
+    Broken("defaults", "in a call with keep=True, output 0 has shape [4, 1], but the fake kernel says [4]",
+           lambda x, keep=False: x.sum(-1, keep), schema="(Tensor x, bool keep=False) -> Tensor",
+           fake=lambda x, keep=False: x.sum(-1)),
+    Broken("defaults", "with scale=3.0, its gradient is not the derivative", lambda x, scale=2.0: x * scale,
+           schema="(Tensor x, float scale=2.) -> Tensor", fake=lambda x, scale=2.0: torch.empty_like(x),
+           backward=lambda ctx, g: (g * 2.0, None)),
+    Broken("effects", "it returns nothing, and its schema says that it writes nothing, so compilers remove its calls",
+           lambda x: None, schema="(Tensor x) -> ()", fake=lambda x: None),
+    Broken("vmap_grad", "eager mode refuses the gradient with an error, but under torch.func.grad there is neither error nor",
+           refuses_but_not_functorch, key="CompositeImplicitAutograd"),
+    Broken("fake_layouts", " the fake kernel gives 2 outputs, the kernel 1", lambda x: [x * 2], schema="(Tensor x) -> Tensor[]",
+           fake=lambda x: [torch.empty_like(x), torch.empty_like(x)]),
+    Broken("fake_layouts", "it has no fake kernel, which compilers and exporters call", double, fake=None),
+    Broken("fake_layouts", " the fake kernel raised KeyError", double, fake=lambda x: accident()),
+    Broken("fake_layouts", "has strides (1, 4), but the fake kernel says (6, 1)", lambda x: torch.empty_like(x).copy_(x),
+           fake=lambda x: x.new_empty(x.shape)),
+    Broken("fake_layouts", "output 0 has shape [4, 6], but the fake kernel says [2, 6]", double, fake=shrink),
+    Broken("fake_layouts", "output 0 has dtype float64, but the fake kernel says float32", lambda x: x.double()),
+    Broken("fake_layouts", "output 0 has device cpu, but the fake kernel says meta", double,
+           fake=lambda x: torch.empty_like(x, device="meta")),
+    Broken("fake_layouts", "output 0 has layout torch.sparse_coo, but the fake kernel says torch.strided",
+           Tensor.to_sparse),
+    Broken("fake_layouts", "shares the memory of x, but the fake kernel says otherwise", lambda x: x.view_as(x),
+           schema=VIEW),
+    Broken("fake_layouts", "does not share the memory of x, but the fake kernel says otherwise", double, schema=VIEW,
+           fake=lambda x: x.view_as(x)),
+    Broken("fake_dtypes", "given float16 x output 0 is float32, but the fake kernel says float16",
+           lambda x: x.float() * 2),
+    Broken("fake_dtypes", " the kernel runs, but the fake kernel raised KeyError", double,
+           fake=lambda x: torch.empty_like(x) if x.dtype == torch.float32 else accident()),
+    Broken("fake_dynamic", "with dynamic sizes the fake kernel says that output 0 has shape [2, 6] instead of [4, 6]",
+           double, fake=shrink),
+    Broken("fake_dynamic", "the fake kernel fixes dimension 0 of x to 4, and the kernel takes other sizes; every new size "
+           "compiles again, and export with a dynamic dimension fails", double,
+           fake=lambda x: x.new_empty([int(n) for n in x.shape])),
+    Broken("fake_errors", " more such)", of_equal_shapes, schema=PAIR, inputs=PAIRS, status="warn",
+           fake=lambda x, y: torch.empty_like(x)),
+    Broken("fake_errors", " the kernel runs, but the fake kernel raised RuntimeError: expected one dtype", torch.mul,
+           schema=PAIR, inputs=PAIRS, fake=half_refused),
+    # inputs
+    Broken("empty", " it ended in ZeroDivisionError", lambda x: x * (8 // len(x))),
+    Broken("layouts", "for inputs in permuted layout output 0 differs … , which contiguous inputs give", in_memory_order),
+    Broken("layouts", "for inputs in permuted layout the gradient of x differs … , which "
+           "contiguous inputs give", torch.sin,
+           backward=lambda ctx, g: g * in_memory_order(ctx.saved_tensors[0])),
+    Broken("layouts", "for contiguous inputs that start one element into their storage, which is not aligned to 16 bytes it "
+           "raised RuntimeError: misaligned address, which contiguous inputs do not", aligned),
+    Broken("layouts", "for contiguous inputs that start one element into their storage, which is not aligned to 16 bytes its "
+           "backward raised RuntimeError: misaligned address", double, backward=lambda ctx, g: g * aligned(ctx.saved_tensors[0])),
+    Broken("sizes", "output 0 differs in … elements: … if fresh memory is filled with 0x5A bytes: it does not write all of it",
+           lambda x: vectors_of(x, torch.empty)),
+    Broken("sizes", "output 0 differs in 7 of … elements: 0 instead of … at … , with which the result for longer inputs begins",
+           lambda x: vectors_of(x, torch.zeros)),
+    Broken("sizes", "output 0 differs … if NaN surrounds them in memory: it reads past their ends", reads_whole_vectors),
+    Broken("sizes", ", the last element of x has no effect on any output, but among 192 it has",
+           lambda x: x.reshape(-1)[: x.numel() // 8 * 8].sum(), fake=lambda x: x.new_empty(())),
+    Broken("sizes", ", the last element of output 0 is 0 for any input, but not of 192",
+           lambda x: vectors_of(x.reshape(-1).softmax(0).view(x.shape), torch.zeros)),
+    Broken("large_strides", "given x with rows 4294967296 elements apart, output 0 differs … , which near ones give",
+           lambda x: x.as_strided(x.shape, [s % 2**32 for s in x.stride()]) * 2),
+    Broken("large_strides", "given x with rows 4294967296 elements apart, it raised OverflowError",
+           lambda x: x * 2 if max(x.stride(), default=0) < 2**31 else (2**31).to_bytes(4, signed=True)),
+    Broken("half_precision", "output 0 differs from that of the same values in float32 by … of its largest element",
+           lambda x: x.cumsum(-1)[..., -1] if x.element_size() > 2 else sum_in_half(x), fake=lambda x: x.new_empty(x.shape[:-1])),
+    Broken("zero_dim", "output 0 differs in 1 of 1 elements: 0 instead of 2 at [], which the reference gives", inputs=ONES,
+           kernel=lambda x: x * [0, 1, 2][x.dim()], reference=double),
+    Broken("zero_dim", "output 0 has dtype float64, but the fake kernel says float32",
+           lambda x: x * 2 if x.dim() else x.double()),
+    Broken("empty", "size 4 are empty, its backward raised RuntimeError: Function", double,
+           backward=lambda ctx, g: g * 2 if g.numel() else g.new_ones(3, 3)),
+    Broken("large", "given inputs whose dimensions of size … are … long, … , which one thread gives", of_threads),
+    # machine
+    Broken("stream", "it runs aten::mul.Tensor on the default stream, and the caller's stream does not wait for it",
+           on_the_default_stream, key="PrivateUse1", device="openreg"),
+    Broken("stream", "on another stream it does not wait for the work before it: output 0 differs",
+           lambda x: x * first_of(x, at_once=stream_id(x)), key="PrivateUse1", device="openreg"),
+    Broken("devices", "output 0 is on openreg:0, but the arguments are on openreg:1",
+           lambda x: torch.empty(x.shape, device="openreg").copy_(x), key="PrivateUse1", device="openreg"),
+    Broken("devices", "is the current device, it does not wait for the stream of openreg:1: output 0 differs",
+           lambda x: x * first_of(x, at_once=x.device.index), key="PrivateUse1", device="openreg"),
+    Broken("devices", "on openreg:1, while openreg:0 is the current device, it raised RuntimeError: aten::add",
+           lambda x: x + torch.ones(6, device="openreg"), key="PrivateUse1", device="openreg"),
+    Broken("launch", "its kernel computes on the host: called before its arguments' values have arrived",
+           lambda x: x * first_of(x, at_once=True), key="PrivateUse1", device="openreg"),
+    Broken("stream", "on another stream output 0 differs … , which the default stream gives",
+           lambda x: x + stream_id(x), key="PrivateUse1", device="openreg"),
+    Broken("stream", "on another stream the gradient of x differs … , which the default stream "
+           "gives", double, key="PrivateUse1", device="openreg", backward=lambda ctx, g: g + stream_id(g)),
+    Broken("poison", "it reads memory that was never written: with fresh memory filled with 0xFF bytes instead of 0x5A, "
+           "output 0", unwritten),
+    Broken("poison", "bytes instead of 0x5A, the gradient of x", double, backward=lambda ctx, g: unwritten(g) * 2),
+    Broken("determinism", "the same call again gives a different result: output 0 differs", noise),
+    Broken("determinism", "the same call again rounds differently: output 0 differs", drifts, status="warn"),
+    Broken("generator", "with equal generators as g it gives different numbers: it draws from the global generator of cpu",
+           lambda x, g=None: x + torch.rand(x.shape), schema=DRAWS),
+    Broken("generator", "given a generator as g, it also draws from the global generator of cpu",
+           lambda x, g=None: x + torch.rand(x.shape, generator=g) + 0 * torch.rand(()), schema=DRAWS),
+    Broken("generator", "the state of the generator g is the same after the call, so the next call gives the same numbers "
+           "again", lambda x, g=None: x + torch.rand(x.shape, generator=g and g.clone_state()), schema=DRAWS),
+    Broken("generator", "without g, its numbers do not follow torch.manual_seed",
+           lambda x, g=None: x + torch.rand(x.shape, generator=g or unseeded()), schema=DRAWS),
+    Broken("generator", "with any generator as g it gives the same numbers",
+           lambda x, g=None: x * 2 if g else x + torch.rand(x.shape), schema=DRAWS),
+    Broken("generator", "neither g nor torch.manual_seed changes its numbers", lambda x, g=None: x * 2, schema=DRAWS,
+           inputs=(*NUMBERS, torch.Generator())),
+    Broken("state", "after a call with …, a call with the sample … gives another result: output 0 differs …, which a new "
+           "process gives", lambda x, memo={}: x * memo.setdefault("rows", x.shape[0])),  # noqa: B006
+    Broken("state", "after a call on openreg, a call on the CPU gives output 0 differs", of_the_first_device,
+           key="CompositeExplicitAutograd", device="openreg"),
+    Broken("state", "after other calls, a call with … gives output 0 differs", by_the_number_of_dtypes, key="PrivateUse1",
+           device="openreg"),
+    Broken("state", "a later call, with …, changes what an earlier one returned: output 0 differs", buffer_for),
+    Broken("state", "a later backward, with …, changes what an earlier one returned: gradient", double,
+           backward=lambda ctx, g: buffer_for(g).mul_(2)),
+    Broken("state", "if another forward, with …, comes between forward and backward, gradient", lambda x: x * x / 2,
+           setup=lambda ctx, inputs, output: BUFFERS.update(x=inputs[0]), backward=lambda ctx, g: g * BUFFERS["x"]),
+    Broken("state", "after its arguments were changed in place, output 0 differs …, which the same values in other tensors give",
+           doubles_once),
+    Broken("threads", "four threads that call it on separate inputs do not end", stuck),
+    Broken("threads", "called from four threads on separate inputs, output 0 differs", shares_a_buffer),
+    # transforms
+    Broken("out", "with out= of the right size: output 0 differs in 24 of 24 elements: 0 instead of 2 at [0, 0], which the "
+           "operator returns", double, inputs=ONES, out=lambda x, out: out.resize_(x.shape).zero_()),
+    Broken("out", " returns a tensor other than out", double,
+           out=lambda x, out: out.resize_(x.shape).copy_(x * 2).view_as(out)),
+    Broken("out", " changed the strides of out, which has the right size", double,
+           out=lambda x, out: out.resize_(0).resize_(x.shape).as_strided_(x.shape, x.stride()).copy_(x * 2)),
+    Broken("vmap", "with x batched, torch.vmap raised KeyError", double, vmap=accident),
+    Broken("vmap", "torch.vmap is right but takes PyTorch's slow loop over the samples", double, status="warn"),
+    Broken("vmap", "under torch.vmap with x batched, output 0 differs …, which a loop gives", double,
+           vmap=lambda info, dims, x: (x * 3, dims[0])),
+    Broken("vmap_grad", "under torch.vmap of torch.func.grad with x batched, the gradient of x differs",
+           lambda x: x * helper("vmap")(x.detach()), key="CompositeImplicitAutograd"),
+    Broken("vmap_grad", "torch.vmap of torch.func.grad is right but takes PyTorch's slow loop", status="warn",
+           kernel=lambda x: x * helper("loop")(x.detach()), key="CompositeImplicitAutograd"),
+    Broken("autocast", "it has no autocast policy (no kernel at AutocastCPU) and computes with whatever dtypes arrive: mixed "
+           "inputs give float32", torch.mul, schema=PAIR, inputs=PAIRS, fake=torch.mul, status="warn"),
+    Broken("autocast", "under autocast, given x bfloat16, output 0 differs … , which float32 gives",
+           lambda x: x * (2 if x.dtype == torch.float32 else 3)),
+    Broken("autocast", "it raised KeyError: 'slot'; it has no kernel at AutocastCPU",
+           lambda x: x * 2 if x.dtype == torch.float32 else accident(), status="warn"),
+    Broken("autocast", "it raised KeyError: 'slot'; it has no kernel at AutocastCPU",
+           lambda x: x * 2 if x.dtype == torch.float32 else accident(), backward=lambda ctx, g: g * 2),
+    Broken("autocast", "under autocast, given what a linear returns (x bfloat16), it raised KeyError: 'slot'; its autocast "
+           "kernel does not cast", double, AutocastCPU=accident),
+    Broken("autocast", "under autocast, given x bfloat16, the gradient of x differs … , which float32 "
+           "gives", double,
+           backward=lambda ctx, g: g * (2 if ctx.saved_tensors[0].dtype != torch.bfloat16 else 3)),
+    Broken("autocast", "the backward of a call under autocast (x bfloat16) raised KeyError", double,
+           backward=lambda ctx, g: g * 2 if ctx.saved_tensors[0].dtype != torch.bfloat16 else accident()),
+    # unbacked
+    Broken("fake_unbacked", " it raised KeyError", double, fake=bare_double_size),
+    Broken("fake_unbacked", " it asks for a size that is not known before the program runs (… guard on … ); a program "
+           "with such sizes (nonzero, item, masks) does not compile", double, status="warn",
+           fake=lambda x: torch.empty_like(x) if x.shape[0] > 2 else torch.empty_like(x)),
+    Broken("fake_unbacked", "output 0 has dtype float64, but the fake kernel says float32", lambda x: x.double()),
+    Broken("compile_unbacked", "under torch.compile with every dimension unbacked output 0 differs", noise),
+    Broken("compile_unbacked", "under torch.compile with every dimension unbacked the gradient of x", double,
+           backward=lambda ctx, g: g * (3 if traced(g) else 2)),
+    # values
+    Broken("runs", "the sample was refused: KeyError", accident),
+    Broken("schema", "its backward writes to the gradient of output 0, which others still use", double,
+           backward=lambda ctx, g: g.mul_(2)),
+    Broken("schema", "its backward writes to x, which others still use", torch.sin,
+           backward=lambda ctx, g: g * ctx.saved_tensors[0].detach().cos_()),
+    Broken("schema", "the schema says that x is not written to, but the call changed the memory of x (the sample's",
+           lambda x: x.mul_(2) * 2),
+    Broken("schema", "the schema says that x is not written to, but its version counter went from 0 to 2: it is written to "
+           "and put back", puts_back, inputs=ONES),
+    Broken("schema", "it writes to x, as its schema says, but the version counter of x stays at 0, so autograd uses the "
+           "changed x where it saved the old one, without an error", by_numpy, schema="(Tensor(a!) x) -> ()",
+           fake=lambda x: None),
+    Broken("schema", "it writes to x, as its schema says, but also to memory around the elements of x (padded [4, 6])",
+           writes_around, schema="(Tensor(a!) x) -> ()", fake=lambda x: None),
+    Broken("schema", "the schema says that output 0 is an alias of an input, but it has its own memory", inputs=ONES,
+           kernel=lambda x: x.mul_(2) * 1, schema="(Tensor(a!) x) -> Tensor(a!)"),
+    Broken("schema", "the schema says that output 0 is an alias of an input, but it has its own memory", double,
+           schema=VIEW, status="warn"),
+    Broken("schema", "outputs 0 and 1 share memory, and the schema does not say so", shared_outputs, schema=TWO,
+           fake=lambda x: (torch.empty_like(x), torch.empty_like(x))),
+    Broken("schema", "output 0 shares the memory of x, and the schema does not say so", lambda x: x.view_as(x)),
+    Broken("reference", "output 0 differs in 24 of 24 elements: 3 instead of 2 at [0, 0], which the reference gives",
+           lambda x: x * 3, inputs=ONES, reference=double),
+    Broken("reference", "the gradient of x differs", double, reference=double,
+           backward=lambda ctx, g: g * 3),
+    Broken("reference", ", which its CPU kernel gives", lambda x: x * 3, key="PrivateUse1", device="openreg",
+           CPU=lambda op, x: x * 2),
+    Broken("autograd_registration", "an output requires a gradient, but no kernel is registered at "
+           "AutogradPrivateUse1", torch.sin, key="PrivateUse1", device="openreg", mode="nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", TABLE, ids=[f"{each.row}-{i}" for i, each in enumerate(TABLE)])
+def test_sentence(broken, request, monkeypatch):
+    machine = sys.modules[CHECKS["threads"].__module__]
+    monkeypatch.setattr(machine, "PATIENCE", 0.2 if broken.kernel is stuck else machine.PATIENCE)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    _C.set_poison(False)
+    name = f"broken_{TABLE.index(broken)}"
+    op = triples(name) if broken.kernel is triples else broken.make(name)
+    try:
+        with openreg_ops.autograd.fallback_mode(broken.mode):
+            report = check(op, [broken.inputs], broken.device, reference=broken.reference, only=broken.row,
+                           intended_gradient=broken.intended_gradient)  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)
+        if broken.kernel is stuck:
+            STUCK.set()
+    found = report.of(broken.status, broken.row)
+    assert found, str(report)
+    pattern = ".*".join(re.escape(part) for part in re.split(r" ?… ?", broken.sentence))
+    assert found[0].sentence.startswith("broken::") and re.search(pattern, found[0].sentence)
+    assert found[0].remedy
 
 
 def test_cpu_kernel_of_another_dtype():
@@ -179,277 +797,10 @@ def test_cpu_kernel_of_another_dtype():
     assert "given float16 x output 0 is float32, but the CPU kernel gives float16" in failure.sentence
 
 
-@pytest.fixture(scope="module")
-def not_differentiable():
-    @torch.library.custom_op("broken::square", mutates_args=())
-    def square(x: Tensor) -> Tensor:
-        return x * x
-
-    @torch.library.custom_op("broken::square_backward", mutates_args=())
-    def square_backward(g: Tensor, x: Tensor) -> Tensor:
-        return 2 * g * x
-
-    square.register_fake(torch.empty_like)
-    square_backward.register_fake(lambda g, x: torch.empty_like(x))
-    square.register_autograd(
-        lambda ctx, g: square_backward(g, ctx.saved_tensors[0]),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    )
-    return square
-
-
-def test_backward_operator_without_autograd(not_differentiable):
-    """A warning: double backward raises, but the error is about an operator that the program does not call."""
-    samples = [(torch.randn(4, 6, requires_grad=True),)]
-    sentence = caught(not_differentiable, samples, "gradgradcheck", status="warn")
-    assert "its backward is not differentiable: it calls broken::square_backward, which has no derivative" in sentence
-
-
-def test_backward_without_a_graph():
-    @torch.library.custom_op("broken::cube", mutates_args=())
-    def cube(x: Tensor) -> Tensor:
-        return x**3
-
-    def backward(ctx, g):
-        with torch.no_grad():
-            return 3 * g * ctx.saved_tensors[0] ** 2
-
-    cube.register_fake(torch.empty_like)
-    cube.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
-    sentence = caught(cube, [(torch.randn(4, 6, requires_grad=True),)], "gradgradcheck")
-    assert "does not require a gradient under create_graph=True" in sentence
-
-
-def test_backward_operator_that_only_warns():
-    """The backward operator is C++-style: double backward warns, and is wrong."""
-
-    def kernel(g, x):
-        with torch.no_grad():
-            return g * x.cos()
-
-    sin_backward = define("sin_backward(Tensor g, Tensor x) -> Tensor", kernel, lambda g, x: torch.empty_like(x))
-
-    @torch.library.custom_op("broken::sin", mutates_args=())
-    def sin(x: Tensor) -> Tensor:
-        return x.sin()
-
-    sin.register_fake(torch.empty_like)
-    sin.register_autograd(
-        lambda ctx, g: sin_backward(g, ctx.saved_tensors[0]),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    )
-    sentence = caught(sin, [(torch.randn(4, 6, requires_grad=True),)], "gradgradcheck")
-    assert "it calls broken::sin_backward, which has no derivative, and double backward only warns" in sentence
-
-
-def test_autocast_ineligible():
-    @torch.library.custom_op("broken::scale", mutates_args=())
-    def scale(x: Tensor, weight: Tensor) -> Tensor:
-        torch._check(x.dtype == weight.dtype, lambda: f"scale: expected weight of {x.dtype}, but got {weight.dtype}")
-        return x * weight
-
-    @scale.register_fake
-    def _(x, weight):
-        torch._check(x.dtype == weight.dtype, lambda: f"scale: expected weight of {x.dtype}, but got {weight.dtype}")
-        return x * weight
-
-    sentence = caught(scale, [(torch.randn(4, 6), torch.randn(6))], "autocast")
-    assert "given what a linear returns (x bfloat16, weight float32)" in sentence
-    assert "expected weight of torch.bfloat16, but got torch.float32; it has no kernel at AutocastCPU" in sentence
-
-
-def test_autocast_without_a_policy():
-    op = define("adds(Tensor x, Tensor y) -> Tensor", lambda x, y: x + y, lambda x, y: x + y)
-    sentence = caught(op, [(torch.randn(4, 6), torch.randn(4, 6))], "autocast", status="warn")
-    assert "it has no autocast policy" in sentence and "mixed inputs give float32" in sentence
-
-
-def test_undeclared_mutation_within_rounding():
-    """It scales its input and scales it back: equal within opcheck's tolerance, not in bits."""
-
-    def kernel(x):
-        out = x.mul_(3).sum(-1)
-        x.div_(3)
-        return out
-
-    op = define("scales_back(Tensor x) -> Tensor", kernel, lambda x: x.new_empty(x.shape[:-1]))
-    sentence = caught(op, [(torch.randn(40, 6),)], "schema")
-    assert "the schema says that x is not written to, but the call changed the memory of x (the sample's" in sentence
-
-
-def test_undeclared_mutation_around_a_view():
-    """It clears the memory between the rows of a padded input."""
-
-    def kernel(x):
-        whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
-        whole[: x.storage_offset()] = 0
-        return x.clone()
-
-    op = define("clears_padding(Tensor x) -> Tensor", kernel, torch.empty_like)
-    assert "changed the memory of x (padded" in caught(op, [(torch.randn(4, 6),)], "schema")
-
-
-def test_undeclared_mutation_of_other_values():
-    """It clips its input in place: the samples lie inside, what arrives later does not."""
-    op = define("clips(Tensor x) -> Tensor", lambda x: x.clamp_(-1, 1) * 2, torch.empty_like)
-    x = torch.rand(4, 6)
-    assert set(opcheck(op, (x,)).values()) == {"SUCCESS"}
-    assert not check(op, [(x,)], only=["schema"]).passed
-
-
-def test_declared_mutation_that_autograd_does_not_see():
-    """Writing through numpy leaves the version counter: a saved tensor changes without an error."""
-
-    def kernel(x):
-        x.numpy()[...] *= 2
-
-    op = define("doubles(Tensor(a!) x) -> ()", kernel, lambda x: None)
-    assert "the version counter of x stays at 0" in caught(op, [(torch.randn(4, 6),)], "schema")
-
-
-def test_mutation_that_autograd_is_not_told_of():
-    """What a mutating custom_op writes has the gradient of what was there before."""
-
-    @torch.library.custom_op("broken::triples", mutates_args=("x",))
-    def triples(x: Tensor) -> None:
-        x.mul_(3)
-
-    x = torch.randn(4, requires_grad=True)
-    y = x.clone()
-    triples(y)
-    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [1.0] * 4  # of 3 * x
-    (failure,) = check(triples, [(torch.randn(4, 6, requires_grad=True),)], only=["backward"]).failures
-    assert "it writes to x, which requires a gradient, without telling autograd" in failure.sentence
-    report = check(triples, [(torch.randn(4, 6),)], only=["backward"])
-    assert report.passed and "it writes to x without telling autograd" in report.of("warn")[0].sentence
-
-
-def test_backward_that_writes_to_the_gradient():
-    @torch.library.custom_op("broken::writes_gradient", mutates_args=())
-    def writes_gradient(x: Tensor) -> Tensor:
-        return x * 2
-
-    writes_gradient.register_fake(torch.empty_like)
-    writes_gradient.register_autograd(lambda ctx, g: g.mul_(2))
-    sentence = check(writes_gradient, [(torch.randn(4, 6),)], only=["schema"]).failures[0].sentence
-    assert "its backward writes to the gradient of output 0" in sentence
-
-
-@pytest.mark.parametrize("device", ["cpu", "openreg"])
-def test_uninitialised_memory(device):
-    """0 * NaN is NaN: what torch.empty gave is scaled by 0, not overwritten."""
-    name = f"unwritten_{device}"
-    key = "CPU" if device == "cpu" else "PrivateUse1"
-    op = define(
-        f"{name}(Tensor x) -> Tensor",
-        lambda x: torch.zeros_like(x) + torch.empty_like(x).mul_(0) + x,
-        torch.empty_like,
-        key,
-    )
-    _C.set_poison(False)
-    x = torch.randn(4, 6)
-    if device == "cpu":
-        sentence = caught(op, [(x,)], "poison")
-    else:
-        sentence = check(op, [(x,)], device, only=["poison"]).failures[0].sentence
-    assert "it reads memory that was never written" in sentence and "nan instead of" in sentence
-
-
-def test_race_between_threads():
-    """One buffer for all calls, and time for another thread in between."""
-    buffer = torch.empty(4, 6)
-
-    def kernel(x):
-        import time
-
-        buffer.copy_(x)
-        time.sleep(0.001)
-        return buffer.clone()
-
-    op = define("shares_a_buffer(Tensor x) -> Tensor", kernel, torch.empty_like)
-    assert "called from four threads on separate inputs" in caught(op, [(torch.randn(4, 6),)], "threads")
-
-
-def test_wrong_batching_rule():
-    @torch.library.custom_op("broken::last_sum", mutates_args=())
-    def last_sum(x: Tensor) -> Tensor:
-        return x.sum(-1)
-
-    last_sum.register_fake(lambda x: x.new_empty(x.shape[:-1]))
-    last_sum.register_vmap(lambda info, dims, x: (x.sum(-1), 0))  # right only where the batch comes first
-    sentence = caught(last_sum, [(torch.randn(4, 6),)], "vmap")
-    assert "under torch.vmap with x batched along its last dimension" in sentence
-
-
-def test_batching_rule_that_raises():
-    @torch.library.custom_op("broken::times", mutates_args=())
-    def times(x: Tensor, factor: float) -> Tensor:
-        return x * factor
-
-    times.register_vmap(lambda info, dims, x, factor: (x * factor.expand(3), 0))  # factor is no tensor
-    LIBRARY.define("calls_times(Tensor x) -> Tensor")
-    LIBRARY.impl("calls_times", lambda x: x * times(x.detach(), 2.0), "CompositeImplicitAutograd")
-    (failure,) = check("broken::calls_times", [(torch.randn(4, 6),)], only=["vmap_grad"]).failures
-    assert "'float' object has no attribute 'expand'" in failure.sentence
-    assert failure.remedy.startswith("fix the batching rules") and "None for all but tensors" in failure.remedy
-
-
-def test_slow_vmap_is_flagged(not_differentiable):
-    sentence = caught(not_differentiable, [(torch.randn(4, 6, requires_grad=True),)], "vmap", status="warn")
-    assert "slow loop" in sentence
-
-
-def test_fake_kernel_that_fixes_a_size():
-    op = define("fixes(Tensor x) -> Tensor", lambda x: x * 2, lambda x: x.new_empty([int(n) for n in x.shape]))
-    report = check(op, [(torch.randn(4, 6),)], only=["fake_dynamic", "fake_unbacked"])
-    assert "fixes dimension 0 of x to 4" in report.failures[0].sentence
-    assert [r.check for r in report.of("warn")] == ["fake_unbacked"]
-
-
 @pytest.mark.parametrize("name, said", [("sin", "with its backward"), ("argmax", "without a backward")])
 def test_what_was_compiled_with_unbacked_sizes(name, said):
     (result,) = check(f"aten::{name}", [(torch.randn(3),)], only=["compile_unbacked"]).results
     assert (result.status, result.sentence) == ("pass", said)
-
-
-def test_fake_kernel_that_refuses_nothing():
-    def kernel(x, y):
-        torch._check(x.shape == y.shape, lambda: "pairs: expected y of the shape of x")
-        return x * y
-
-    op = define("pairs(Tensor x, Tensor y) -> Tensor", kernel, lambda x, y: torch.empty_like(x))
-    sentence = caught(op, [(torch.randn(4, 6), torch.randn(4, 6))], "fake_errors", status="warn")
-    assert "pairs: expected y of the shape of x, and the fake kernel takes it" in sentence
-
-
-def test_ignores_strides():
-    """It reads memory in order: right for contiguous inputs alone."""
-
-    def kernel(x):
-        flat = x.as_strided((x.numel(),), (1,), x.storage_offset())
-        return (flat * 2).reshape(x.shape)
-
-    op = define("ignores_strides(Tensor x) -> Tensor", kernel, lambda x: x.new_empty(x.shape))
-    assert "for inputs in permuted layout output 0 differs" in caught(op, [(torch.randn(4, 6),)], "layouts")
-
-
-def test_not_deterministic():
-    calls = []
-
-    def kernel(x):
-        calls.append(1)
-        return x + len(calls) % 3 * 1e-7
-
-    op = define("drifts(Tensor x) -> Tensor", kernel, torch.empty_like)
-    assert check(op, [(torch.full((4, 6), 0.5),)], only=["determinism"]).of("warn")
-
-
-def test_wrong_out_overload():
-    op = define("plus(Tensor x) -> Tensor", lambda x: x + 1, torch.empty_like)
-    LIBRARY.define("plus.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
-    LIBRARY.impl("plus.out", lambda x, out: out.fill_(x[0, 0] + 1), "CPU")
-    report = check(op, [(torch.rand(1, 1),)], only=["out"])
-    assert "broken::plus.out with out= of no elements" in report.failures[0].sentence
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)], ids=str)
@@ -465,14 +816,6 @@ def test_out_overload_that_leaves_other_strides_unwritten(shape):
     LIBRARY.impl(f"{name}.out", kernel, "CPU")
     report = check(op, [(torch.rand(shape),)], only=["out"])
     assert f"broken::{name}.out with out= with other strides: output 0 differs" in report.failures[0].sentence
-
-
-def test_wrong_on_large_inputs():
-    op = define(
-        "chunks(Tensor x) -> Tensor", lambda x: torch.where(torch.arange(len(x)) < 1000, x.T, 0).T, torch.empty_like
-    )
-    sentence = check(op, [(torch.rand(4, 6),)], reference=lambda x: x, only=["large", "reference"]).failures[0].sentence
-    assert "which the reference gives" in sentence
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "complex128", "complex64"])
@@ -560,7 +903,7 @@ def test_a_fake_kernel_gets_tensors_of_the_device():
         return torch.empty_like(x)
 
     op = define("on_the_device(Tensor x) -> Tensor", lambda x: x + 0, fake, "PrivateUse1")
-    only = ["fake_layouts", "fake_dtypes", "fake_dynamic", "fake_unbacked", "fake_errors", "compile", "export", "large"]
+    only = ["fake_layouts", "fake_dtypes", "fake_dynamic", "fake_unbacked", "fake_errors", "compile", "large"]
     report = check(op, [(torch.rand(3, 4, device="openreg"),)], only=only)
     assert not report.failures and len(report.of("pass")) == len(only), str(report)
 
@@ -571,100 +914,10 @@ def test_a_step_near_a_value_has_no_gradient_there():
     assert report.of("pass", "backward"), str(report)
 
 
-def test_wrong_gradient():
-    @torch.library.custom_op("broken::wrong_gradient", mutates_args=())
-    def wrong_gradient(x: Tensor) -> Tensor:
-        return x.sin()
-
-    wrong_gradient.register_fake(torch.empty_like)
-    wrong_gradient.register_autograd(
-        lambda ctx, g: g * ctx.saved_tensors[0].cos() * 2,
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    )
-    sentence = caught(wrong_gradient, [(torch.randn(4, 6, requires_grad=True),)], "gradcheck")
-    assert "its gradient is not the derivative: Jacobian mismatch for output 0 with respect to input 0" in sentence
-
-
-def test_wrong_forward_mode():
-    op = define("wrong_jvp(Tensor x) -> Tensor", lambda x: x.sin(), torch.empty_like)
-
-    class Sin(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            ctx.save_for_forward(x)
-            with torch._C._AutoDispatchBelowAutograd():
-                return op(x)
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.saved_tensors[0].cos()
-
-        @staticmethod
-        def jvp(ctx, tangent):
-            return tangent * ctx.saved_tensors[0].sin()
-
-    LIBRARY.impl("wrong_jvp", Sin.apply, "Autograd")
-    sentence = caught(op, [(torch.randn(4, 6, requires_grad=True),)], "forward_ad")
-    assert re.search(r"forward-mode AD gives \S+ where backward gives", sentence)
-
-
-def test_unwritten_gradient():
-    """The forward is right; the backward adds to what torch.empty gave."""
-
-    @torch.library.custom_op("broken::unwritten_gradient", mutates_args=())
-    def unwritten_gradient(x: Tensor) -> Tensor:
-        return x * 2
-
-    unwritten_gradient.register_fake(torch.empty_like)
-    unwritten_gradient.register_autograd(lambda ctx, g: torch.empty_like(g).mul_(0) + 2 * g)
-    _C.set_poison(False)
-    sentence = caught(unwritten_gradient, [(torch.randn(4, 6, requires_grad=True),)], "poison")
-    assert "gradient 0 differs" in sentence
-
-
-def test_another_stream():
-    def kernel(x):
-        return x + torch.accelerator.current_stream().stream_id
-
-    op = define("knows_its_stream(Tensor x) -> Tensor", kernel, torch.empty_like, "PrivateUse1")
-    report = check(op, [(torch.zeros(4, 6),)], "openreg", only=["stream"])
-    assert "on another stream output 0 differs in 24 of 24 elements" in report.failures[0].sentence
-
-
-@pytest.mark.parametrize(
-    "row, kernel, sentence",
-    [
-        ("reference", lambda x: x * 3, "output 0 differs in 24 of 24 elements: 3 instead of 2 at [0, 0], which the reference"),
-        ("empty", lambda x: x * (8 // len(x)), "size 4 are empty it ended in ZeroDivisionError"),
-        ("zero_dim", lambda x: x * [0, 1, 2][x.dim()], "output 0 differs in 1 of 1 elements: 0 instead of 2"),
-        ("opcheck_faketensor", lambda x: x[:2] * 2, "opcheck's test_faketensor says"),
-        ("opcheck_schema", lambda x: x, "opcheck's test_schema says"),
-        ("schema", lambda x: x, "output 0 shares the memory of x, and the schema does not say so"),
-        ("fake_layouts", lambda x: x.double() * 2, "output 0 has dtype float64, but the fake kernel says float32"),
-        ("compile", lambda x: x.double() * 2, "with static shapes zeros like output 0 is float32 instead of float64"),
-        ("export", lambda x: x[:2] * 2, "exported, zeros like output 0 has shape"),
-        ("determinism", lambda x: x + torch.rand(()), "the same call again gives a different result"),
-    ],
-)  # fmt: skip
-def test_every_row_fails_where_it_should(row, kernel, sentence):
-    op = define(f"row_{row}(Tensor x) -> Tensor", kernel, torch.empty_like)
-    report = check(op, [(torch.ones(4, 6),)], reference=lambda x: x * 2, only=[row])
-    assert report.failures, str(report)
-    assert sentence in report.failures[0].sentence
-
-
 def test_tensors_without_storage_share_none():
     op = define("sparse(Tensor x) -> Tensor", lambda x: x.to_sparse() if x.numel() else x, torch.empty_like)
     report = check(op, [(torch.ones(0, 3),), (torch.eye(3),)], only=["schema"])
     assert len(report.of("pass", "schema")) == 2, str(report)
-
-
-def test_no_fake_kernel():
-    LIBRARY.define("no_fake(Tensor x) -> Tensor")
-    LIBRARY.impl("no_fake", lambda x: x * 2, "CPU")
-    report = check("broken::no_fake", [(torch.ones(4, 6),)], only=["fake_layouts", "compile", "export"])
-    assert [r.check for r in report.failures] == ["compile", "fake_layouts", "export"]
 
 
 # ---- refusals are not failures ----
@@ -763,48 +1016,6 @@ def test_an_error_on_sharded_arguments(request, schema, own, status, sentence):
     assert (result.status, sentence in result.sentence) == (status, True), result
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_a_sharding_strategy_of_a_backward(right):
-    """If it is wrong, the result stays right, and each device sums only its own part for the gradient."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.experimental import register_sharding
-
-    name = f"by_sum_{right}".lower()
-    by_sum = define(f"{name}(Tensor x) -> Tensor", lambda x: x * x.sum(), torch.empty_like)
-    backward = define(f"{name}_backward(Tensor g, Tensor x) -> Tensor", lambda g, x: g * x.sum() + (g * x).sum(),
-                      lambda g, x: torch.empty_like(x))  # fmt: skip
-    torch.library.register_autograd(
-        f"broken::{name}",
-        lambda ctx, g: backward(g, *ctx.saved_tensors),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-        lib=LIBRARY,
-    )
-    places = [Replicate()] if right else [Replicate(), Shard(0)]
-    register_sharding(by_sum)(lambda x: [([Replicate()], [Replicate()])])
-    register_sharding(backward)(lambda g, x: [([place], [place, place]) for place in places])
-    (result,) = check(by_sum, [(torch.rand(4, 6),)], only=["dtensor"]).results
-    assert result.status == ("pass" if right else "fail")
-    assert right or "which backward on plain tensors gives" in result.sentence, result.sentence
-
-
-def test_an_error_of_the_simulated_devices_is_none_of_the_operator():
-    """They have no number that differs between them."""
-    LIBRARY.define("of_a_number(Tensor x) -> Tensor")
-    LIBRARY.impl("of_a_number", lambda x: x * x.sum().item(), "CompositeImplicitAutograd")
-    op = torch.ops.broken.of_a_number.default
-    (result,) = check(op, [(torch.rand(4),)], only=["dtensor"]).results
-    assert result.status == "skip" and "devices cannot run it: AssertionError: " in result.sentence, result.sentence
-
-
-def test_sharding_in_a_process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        (result,) = check("aten::sin", [(torch.rand(4),)], only=["dtensor"]).results
-    finally:
-        torch.distributed.destroy_process_group()
-    assert result.status == "skip" and "process group" in result.sentence
-
-
 def test_refusals():
     @torch.library.custom_op("broken::refuses", mutates_args=())
     def refuses(x: Tensor) -> Tensor:
@@ -817,98 +1028,6 @@ def test_refusals():
     assert {r.sentence for r in report.results} == {
         "RuntimeError: derivative for openreg::custom_abs is not implemented"
     }
-
-
-def test_gradient_that_only_eager_refuses():
-    """A Python kernel below autograd refuses; while tracing, the fake kernel is all there is."""
-    op = define("half_refuses(Tensor x) -> Tensor", lambda x: x.sin(), torch.empty_like)
-
-    class Sin(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            with torch._C._AutoDispatchBelowAutograd():
-                return op(x)
-
-        @staticmethod
-        def backward(ctx, g):
-            raise NotImplementedError("half_refuses has no derivative")
-
-    def autograd(x):
-        with torch._C._AutoDispatchBelowAutograd():
-            y = op(x)
-        return Sin.apply(x) if type(x) is Tensor else y
-
-    LIBRARY.impl("half_refuses", autograd, "Autograd")
-    report = check(op, [(torch.randn(4, 6),)], only=["backward", "compile"])
-    assert report.of("refused", "backward")
-    assert (
-        "eager mode refuses the gradient with an error, but under torch.compile there is neither"
-        in report.failures[0].sentence
-    )
-
-
-def test_second_derivative_refused():
-    @torch.library.custom_op("broken::once", mutates_args=())
-    def once(x: Tensor) -> Tensor:
-        return x.sin()
-
-    class Backward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, g, x):
-            return g * x.cos()
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, *grads):
-            raise AssertionError
-
-    class Refused(Backward):
-        @staticmethod
-        def backward(ctx, *grads):
-            raise RuntimeError("broken::once has no second derivative")
-
-    once.register_fake(torch.empty_like)
-    for function, sentence in ((Refused, "has no second derivative"),):
-        once.register_autograd(
-            lambda ctx, g, function=function: function.apply(g, ctx.saved_tensors[0]),
-            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-        )
-        report = check(once, [(torch.randn(4, 6),)], only=["gradgradcheck"])
-        assert report.passed and sentence in report.of("refused")[0].sentence
-
-
-def test_second_derivative_lost_after_vjp():
-    """It refuses, but under torch.func takes the gradient for a constant."""
-
-    class Refused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.cos()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise RuntimeError("broken::keeps has no second derivative")
-
-    class Sin(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * Refused.apply(*ctx.saved_tensors)
-
-    def kernel(x):
-        if not torch._C._are_functorch_transforms_active():
-            return Sin.apply(x)
-        constant = x.detach()
-        return constant.sin() + (x - constant) * constant.cos()
-
-    LIBRARY.define("keeps(Tensor x) -> Tensor")
-    LIBRARY.impl("keeps", kernel, "CompositeImplicitAutograd")
-    (failure,) = check("broken::keeps", [(torch.randn(4, 6),)], only="gradgradcheck").failures
-    assert "torch.func.vjp gives zero, without an error; eager refuses the second derivative" in failure.sentence
 
 
 @pytest.mark.parametrize(
@@ -1004,9 +1123,7 @@ def test_good_custom_op(good):
     assert report.passed, str(report)
     assert {r.check for r in report.of("warn")} <= {"forward_ad", "func_grad", "zero_dim"}, str(report)
     assert "silently loses the tangent" in report.of("warn", "forward_ad")[0].sentence  # as every custom_op does
-    assert {"vmap", "autocast", "gradgradcheck", "reference", "compile", "export"} <= {
-        r.check for r in report.of("pass")
-    }
+    assert {"vmap", "autocast", "gradgradcheck", "reference", "compile"} <= {r.check for r in report.of("pass")}
 
 
 def test_good_operator_of_ours():
@@ -1025,8 +1142,8 @@ def test_an_output_that_is_an_argument_has_its_gradient(written):
         f"{name}(Tensor(a{'!' * written}) x) -> Tensor(a{'!' * written})", lambda x: x, lambda x: x, "PrivateUse1"
     )
     with openreg_ops.autograd.fallback_mode("nothing"):
-        report = check(op, [(torch.rand(4, 6),)], "openreg", only=["opcheck_autograd_registration"])
-    assert report.of("pass", "opcheck_autograd_registration"), str(report)
+        report = check(op, [(torch.rand(4, 6),)], "openreg", only=["autograd_registration"])
+    assert report.of("skip" if written else "pass", "autograd_registration"), str(report)
 
 
 @pytest.mark.parametrize("device", ["cpu", "openreg"])
@@ -1044,22 +1161,6 @@ def test_good_operator_with_random_numbers():
     assert "its numbers are random" in report.of("skip", "reference")[0].sentence
     report = check("openreg::dropout_add", [(x, x, 0.5)], "openreg:1", only=["reference"], reference=lambda x, y, p: x)
     assert report.failures
-
-
-def test_good_operator_of_which_one_output_has_no_derivative():
-    """Its value depends on y, whose gradient is zero; the other output's value does not."""
-
-    @torch.library.custom_op("good::sum_and_rank", mutates_args=())
-    def sum_and_rank(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x * 2, y * 3
-
-    sum_and_rank.register_fake(lambda x, y: (torch.empty_like(x), torch.empty_like(y)))
-    sum_and_rank.register_autograd(
-        lambda ctx, g, _: (g * 2, None),
-        setup_context=lambda ctx, inputs, output: ctx.mark_non_differentiable(output[1]),
-    )
-    report = check(sum_and_rank, [(torch.randn(3), torch.randn(3))], only=["backward"])
-    assert not report.failures and "output 1 depends on y but does not" in report.of("warn", "backward")[0].sentence
 
 
 def test_operators_without_a_derivative_to_check():
@@ -1084,22 +1185,6 @@ def test_sizes_of_one_are_not_changed(row):
     assert "no strided tensor of more than one element" in skipped.sentence
 
 
-def test_the_largest_tensor_says_which_size_becomes_large():
-    (passed,) = check("aten::add.Tensor", [(torch.randn(3), torch.randn(1, 6, 3))], only=["large"]).of("pass", "large")
-    assert passed.sentence.endswith("instead of 6")
-
-
-def test_what_a_call_costs():
-    for inputs, on in (
-        ((torch.randn(4, 6), torch.randn(6)), "empty inputs"),
-        ((torch.randn(()), torch.randn(())), "the sample"),
-    ):
-        (told,) = check("aten::mul.Tensor", [inputs], only=["overhead"]).of("pass", "overhead")
-        assert re.search(
-            rf"[\d,]+ ns a call on {on}, [\d,]+ ns if a gradient is required; aten::neg takes ", told.sentence
-        )
-
-
 def test_outputs_in_a_list_may_alias_as_the_list_says():
     with torch.library._scoped_library("good_lists", "DEF") as library:
         library.define("parts(Tensor(a) x) -> Tensor(a)[]")
@@ -1121,9 +1206,9 @@ def test_good_operators_that_write():
         (counts, (torch.arange(24).reshape(4, 6),)),
         ("aten::mul_.Tensor", (torch.randn(4, 6), torch.randn(6))),
     ):
-        report = check(op, [sample], skip=["overhead"])
+        report = check(op, [sample])
         assert report.passed, str(report)
-        assert report.of("pass", "schema") and report.of("pass", "functionalization")
+        assert report.of("pass", "schema")
 
 
 def test_good_operator_with_lists_and_whole_numbers():
@@ -1132,9 +1217,9 @@ def test_good_operator_with_lists_and_whole_numbers():
         [(torch.randn(4, 6), 1, torch.tensor([0, 5, 2]))],
         only=["runs", "schema", "backward", "fake_layouts"],
     ).passed
-    report = check("aten::cat", [([torch.randn(4, 6), torch.randn(2, 6)], 0)], skip=["overhead"])
+    report = check("aten::cat", [([torch.randn(4, 6), torch.randn(2, 6)], 0)])
     assert report.passed, str(report)
-    report = check("aten::argmax", [(torch.randn(4, 6), -1)], skip=["overhead"])
+    report = check("aten::argmax", [(torch.randn(4, 6), -1)])
     assert report.passed, str(report)
 
 
@@ -1269,8 +1354,11 @@ def test_ways_to_name_an_operator(good):
 @pytest.mark.parametrize(
     "op, sentence",
     [
-        ("nothing::here", "there is no operator nothing::here; the namespace nothing has no operators"),
-        ("openreg::rms", "there is no operator openreg::rms; openreg has adamw_step_"),
+        ("nothing::here", "unknown operator 'nothing::here'; available: none. Import the module that defines it first"),
+        (
+            "openreg::rms_nor",
+            "unknown operator 'openreg::rms_nor'; did you mean 'openreg::rms_norm'?. Import the module",
+        ),
         ("rms_norm", "expected an operator's name such as mylib::foo, but got 'rms_norm'"),
         ("aten::sin.inplace", "aten::sin has no overload inplace, only"),
         (torch.ops.aten.add, "has no default overload; name one of"),
@@ -1285,18 +1373,19 @@ def test_no_such_operator(op, sentence):
 
 
 def test_other_wrong_requests():
-    with pytest.raises(ValueError, match="unknown check 'strides'; did you mean 'large_strides'"):
-        check("aten::sin", only=["strides"])
+    with pytest.raises(ValueError, match="unknown check 'stream_'; did you mean 'stream'\\? \\(--help lists all\\)"):
+        check("aten::sin", only=["stream_"])
     with pytest.raises(ValueError, match="aten::sin: sample_inputs is empty"):
         check("aten::sin", [])
     with pytest.raises(ValueError, match="it accepts none of the inputs that were generated from its schema"):
         check("aten::convolution")
     with pytest.raises(ValueError, match="that returns them, but got int 5"):
         check("aten::sin", 5)
-    for device in ("banana", "openreg:9"):
-        with pytest.raises(
-            ValueError, match=f"(unknown|cannot use) device '{device}'.*; available: cpu, meta, openreg"
-        ):
+    for device, said in (
+        ("banana", "unknown device 'banana'; available: cpu, meta, openreg"),
+        ("openreg:9", "cannot use device 'openreg:9': "),
+    ):
+        with pytest.raises(ValueError, match=said):
             check("aten::sin", [(torch.randn(4),)], device)
     assert {r.check for r in check("aten::sin", [(torch.randn(4),)], only="runs").results} == {"runs"}
 
@@ -1363,23 +1452,6 @@ def test_made_up_samples():
         assert derived(operator(f"aten::{name}"), "cpu", torch.float32)
 
 
-def test_inputs_as_text():
-    sample = parse("f32[3,4], bf16[2,2]@(1,2), [i64[2], i64[]], 1e-5, 'a, b', none, dim=-1, dtype=torch.float64")
-    x, y, z, *rest = sample.args
-    assert (x.dtype, x.shape) == (torch.float32, (3, 4)) and y.stride() == (1, 2) and [t.dim() for t in z] == [1, 0]
-    assert rest == [1e-5, "a, b", None] and sample.kwargs == {"dim": -1, "dtype": torch.float64}
-    kinds = "b8[3], bool[2], float8_e4m3fn[2], c64[1], u8[9]"
-    assert [x.dtype for x in parse(kinds).args] == [
-        torch.bool,
-        torch.bool,
-        torch.float8_e4m3fn,
-        torch.cfloat,
-        torch.uint8,
-    ]
-    with pytest.raises(Wrong, match="there is no dtype 'f33'; short names are f64, "):
-        parse("f33[3]")
-
-
 # ---- the report ----
 
 
@@ -1395,7 +1467,7 @@ def report():
 def test_table(report):
     text = str(report)
     assert all(len(line) <= 80 for line in text.splitlines()[1:]), text
-    assert re.search(r"^runs +\. FAIL$", text, re.M) and re.search(r"^schema +\. +-$", text, re.M)
+    assert re.search(r"^runs +\. +FAIL$", text, re.M) and re.search(r"^schema +\. +-$", text, re.M)
     assert "FAIL runs (sample 1)" in text and "Remedy: give samples that the operator accepts" in text
     assert "aten::mul.Tensor FAILS" in text
     with pytest.raises(AssertionError, match="aten::mul.Tensor fails 1 checks"):
@@ -1404,7 +1476,7 @@ def test_table(report):
 
 def test_many_samples_fit_the_table():
     text = str(check("aten::sin", [(torch.ones(2),)] * 100, only=["runs"]))
-    assert all(len(line) <= 80 for line in text.splitlines()) and re.search(r"^runs +\.{60}", text, re.M)
+    assert all(len(line) <= 80 for line in text.splitlines()) and re.search(r"^runs +100$", text, re.M)
 
 
 def test_json(report):
@@ -1428,7 +1500,6 @@ def test_html(report):
     assert re.findall(r'<b class="(\w+)">(.*?)</b> ', page) == [*MARKS.items()]
     assert names.count("table") == 1 and names.count("tr") == 5 and "link" not in names
     assert sum(tag == "details" and "open" in attrs for tag, attrs in tags) == 1
-    assert all(attrs["href"].partition("#")[2] in CHECKS for tag, attrs in tags if tag == "a")
 
 
 def failing(*statuses):
@@ -1445,9 +1516,9 @@ def failing(*statuses):
     [
         ("layouts", {"layouts": []}),
         ("gradcheck layouts compile vmap", {"layouts": ["gradcheck", "compile", "vmap"]}),
-        ("opcheck_faketensor fake_layouts compile", {"fake_layouts": ["opcheck_faketensor", "compile"]}),
+        ("fake_unbacked fake_layouts compile", {"fake_layouts": ["fake_unbacked", "compile"]}),
         ("gradcheck fake_dtypes compile", {"gradcheck": ["compile"], "fake_dtypes": []}),
-        ("export compile", {"compile": ["export"]}),
+        ("vmap compile", {"compile": ["vmap"]}),
         ("autocast out layouts", {"autocast": [], "out": [], "layouts": []}),
     ],
 )
@@ -1460,21 +1531,15 @@ def test_one_cause_is_one_failure(failed, causes):
 
 def test_failures_come_last_and_are_short():
     report = failing(
-        ("layouts", "fail"), ("gradcheck", "fail"), ("compile", "fail"), ("vmap", "warn"), ("export", "limit")
+        ("layouts", "fail"), ("gradcheck", "fail"), ("compile", "fail"), ("vmap", "warn"), ("dtensor", "limit")
     )
     end = str(report).partition("FAIL layouts\n")[2].partition("\n\nmine::op FAILS")[0]
     assert len(end.splitlines()) < 15 and all(len(line) <= 80 for line in end.splitlines()), end
     assert "Also fails: gradcheck, compile (--verbose" in end and "check --explain layouts" in end and "warn" not in end
-    assert "PyTorch's own limits" in str(report) and "mine::op: export" not in str(report)
-    assert "mine::op: gradcheck words" in report.text(verbose=True) and "mine::op: export" in report.text(verbose=True)
+    assert "PyTorch's own limits" in str(report) and "mine::op: dtensor" not in str(report)
+    assert "mine::op: gradcheck words" in report.text(verbose=True) and "mine::op: dtensor" in report.text(verbose=True)
     page = report.html()
     assert page.index("mine::op: layouts") < page.index("<table") < page.index("mine::op: vmap")
-
-
-def test_parts_are_of_checks():
-    listed = [check for checks in PARTS.values() for check in checks]
-    assert set(listed) <= set(CHECKS) and len(set(listed)) == len(listed)
-    assert set(CHECKS) >= UNUSUAL | SLOW
 
 
 def test_fast_is_a_choice_of_checks():
@@ -1488,13 +1553,15 @@ def test_fast_is_a_choice_of_checks():
 
 def test_explain(capsys):
     parser = argparse.ArgumentParser()
-    checker_command.add_arguments(parser)
+    check_command.add_arguments(parser)
     for name in CHECKS:
-        assert checker_command.main(parser.parse_args(["--explain", name])) == 0
+        assert check_command.main(parser.parse_args(["--explain", name])) == 0
         said = capsys.readouterr().out
         assert said.startswith(f"{name}\n\n") and "Remedy" in said and "\n## " not in said
-    assert checker_command.main(parser.parse_args(["--explain", "all"])) == 2
-    assert "unknown check 'all'; --help lists all" in capsys.readouterr().err
+    with pytest.raises(
+        Wrong, match="unknown check 'fake_layout'; did you mean 'fake_layouts'\\? \\(--help lists all\\)"
+    ):
+        check_command.main(parser.parse_args(["--explain", "fake_layout"]))
 
 
 def test_every_check_has_its_section():
@@ -1649,7 +1716,7 @@ def checked(ends):
 @pytest.mark.processes
 def test_an_operator_that_exits_fails(ends):
     """The report is written in every form, what the program prints is shown on stderr, and other checks run."""
-    only = ["--only", "runs,determinism,opcheck_schema"]
+    only = ["--only", "runs,determinism,schema"]
     forms = ["--html", "page.html", "--json", "data.json"]
     result = command("ends::leaves", "--import", "ends", "--samples", "ends:samples", *only, *forms, cwd=ends)
     assert result.returncode == 1, result.stderr
@@ -1713,7 +1780,7 @@ def test_a_program_outlives_its_operator(before, end, sentence):
 
 @pytest.mark.processes
 def test_an_operator_that_never_returns_skips_the_sample(checked):
-    status, report, _ = checked("leaves_first", "--input=f32[3]", "--input=f32[4]", "--only=runs,determinism,copies")
+    status, report, _ = checked("leaves_first", "--input=f32[3]", "--input=f32[4]", "--only=runs,determinism,poison")
     assert status == 1 and [each["status"] for each in report["results"]] == ["fail", "skip", "skip"] * 2
     assert report["results"][4]["sentence"] == "ends::leaves_first does not return for this sample"
 
@@ -1798,33 +1865,27 @@ def test_ctrl_c_ends_the_command(ends):
     [
         (["no_module:op"], "there is no module no_module in the current folder or on the path"),
         (["my_module:op"], "my_module has no attribute 'op'. Operators in it: my_op"),
-        (["mine::thrice"], "there is no operator mine::thrice"),
-        (["my_module:my_op", "--only", "all"], "unknown check 'all'; --help lists all"),
+        (["my_module:nosuch"], "my_module has no attribute 'nosuch'. Operators in it: my_op"),
+        (["mine::thrice"], "unknown operator 'mine::thrice'"),
+        (["my_module:my_op", "--only", "fake_layout"], "unknown check 'fake_layout'; did you mean 'fake_layouts'?"),
         (["my_module:my_op", "--input", "q[3]"], "'q[3]' is neither a tensor such as f32[3,4] nor a Python literal"),
         (["my_module:my_op", "--samples", "my_module"], "expected MODULE:NAME, but got 'my_module'"),
         (["my_module:my_op", "--samples", "sys:maxsize"], "function of (device, dtype) that returns them, but got int"),
         (["my_module:my_op", "--reference", "sys:maxsize"], "expected reference to be a function, but got int"),
         (["my_module:my_op", "--input", "f32[3]", "--device", "banana"], "unknown device 'banana'; available: cpu, "),
         (["my_module:my_op", "--input", "f32[3]", "--device", "openreg:9"], "cannot use device 'openreg:9': "),
-        (["my_module:my_op", "--input", "f32[3]@openreg:9"], "available: cpu, meta, openreg"),
+        (["my_module:my_op", "--input", "f32[3]@openreg:9"], "cannot use device 'openreg:9': "),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_command_refuses(module, monkeypatch, arguments, sentence):
     monkeypatch.syspath_prepend(module)
     parser = argparse.ArgumentParser()
-    checker_command.add_arguments(parser)
+    check_command.add_arguments(parser)
     with pytest.raises((Wrong, ValueError), match=re.escape(sentence)):
-        checker_command.prepared(parser.parse_args(arguments))
+        check_command.prepared(parser.parse_args(arguments))
 
 
-def test_command_refuses_what_the_worker_refuses(module):
-    result = command("my_module:op", cwd=module)
-    assert result.returncode == 2 and not result.stdout
-    assert result.stderr == "check: my_module has no attribute 'op'. Operators in it: my_op\n"
-
-
-# Each option of `check`, and how it shows in the report.
 OPTIONS = {
     "--samples my_module:samples": lambda report: report["samples"] == ["float32[3, 5]"],
     "--samples my_module:samples --dtype float64": lambda report: report["samples"] == ["float64[3, 5]"],
@@ -1841,9 +1902,9 @@ OPTIONS = {
 def test_options_reach_the_checks(module, monkeypatch, words):
     monkeypatch.syspath_prepend(module)
     parser = argparse.ArgumentParser()
-    checker_command.add_arguments(parser)
+    check_command.add_arguments(parser)
     only = [] if "--only" in words else ["--only", "runs"]
-    checks = checker_command.prepared(parser.parse_args(["my_module:my_op", *words.split(), *only]))
+    checks = check_command.prepared(parser.parse_args(["my_module:my_op", *words.split(), *only]))
     report = checks.report
     report.results = [checks.result(i, name) for i, name in report.planned()]
     assert OPTIONS[words](report.dict()), report.dict()
@@ -1854,36 +1915,25 @@ def test_options_reach_the_processes_of_generated_calls(module, monkeypatch):
     monkeypatch.syspath_prepend(module)
     found = types.SimpleNamespace(
         seconds=2.0, findings=[], passed=True, summary=lambda: "3 calls",
-        operators=[types.SimpleNamespace(reached=3, never="", notes=collections.Counter(memory=2, unfit=1))],
+        operators=[types.SimpleNamespace(reached=3, never="", notes=collections.Counter(memory=2))],
     )  # fmt: skip
     seen = []
-    monkeypatch.setattr(search, "search", lambda *arguments: seen.append(arguments) or found)
+    monkeypatch.setattr(generate, "search", lambda *arguments: seen.append(arguments) or found)
     parser = argparse.ArgumentParser()
-    checker_command.add_arguments(parser)
+    check_command.add_arguments(parser)
     words = ["my_module:my_op", "--samples=my_module:samples", "--import=json", "--generate=7", "--seed=5", "--quiet"]
     for limit, expected in ((9, 9.0), (600, 60)):
         asked = parser.parse_args([*words, f"--timeout={limit}"])
-        report = checker_command.prepared(asked).report
-        checker_command._generated(report, asked)
-        options, names, has = seen.pop()
+        report = check_command.prepared(asked).report
+        check_command._generated(report, asked)
+        options, names = seen.pop()
         assert vars(options) == {
             "device": "cpu", "generate": 7, "seed": 5, "jobs": 1, "threads": 1, "timeout": expected, "quiet": True,
             "modules": ["json", "my_module", "my_module"], "given": {"samples": "my_module:samples", "inputs": []},
         }  # fmt: skip
-        assert names == ["mine::twice"] and has == {"mine::twice": "own"}
+        assert names == ["mine::twice"]
         assert [result.status for result in report.results] == ["pass"] and "generated" in report.about
         assert report.notes == ["3 calls", "Allowed in 2 generated calls: memory"] and report.seconds == 2.0
-
-
-def test_every_option_of_check_is_tried():
-    """Or belongs to the process that writes the report."""
-    parser = argparse.ArgumentParser()
-    checker_command.add_arguments(parser)
-    options = {each for action in parser._actions for each in action.option_strings if each.startswith("--")}
-    of_report = {"--json", "--html", "--verbose", "--quiet", "--timeout", "--generate", "--seed"}
-    others = {"--help", "--abi", "--require-stable", "--explain", "--import"}
-    tried = {word for words in OPTIONS for word in words.split() if word.startswith("--")}
-    assert options == of_report | others | tried
 
 
 def test_progress_is_one_line_on_a_terminal(module, monkeypatch):
@@ -1894,12 +1944,12 @@ def test_progress_is_one_line_on_a_terminal(module, monkeypatch):
             return True
 
     monkeypatch.setattr(
-        sys, "argv", ["openreg_ops", "check", "aten::sin", "--input", "f32[3]", "--only", "runs", "copies"]
+        sys, "argv", ["openreg_ops", "check", "aten::sin", "--input", "f32[3]", "--only", "runs", "poison"]
     )
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert openreg_ops.__main__.main() == 0
     *lines, end = sys.stderr.getvalue().split("\r")[1:]
-    assert [each.strip() for each in lines] == ["[1/2] sample 0: runs", "[2/2] sample 0: copies", ""] and not end
+    assert [each.strip() for each in lines] == ["[1/2] sample 0: runs", "[2/2] sample 0: poison", ""] and not end
     assert {len(each) for each in lines} == {60}
 
 
@@ -1924,14 +1974,6 @@ def test_fixture(openreg_check, good):
         openreg_check("aten::mm", [(torch.randn(4, 6), torch.randn(5))], only=["runs"])
 
 
-def test_plugin_imports_nothing():
-    code = "import sys, pytest_openreg_ops, openreg_tools.pytest_plugin; print('torch' in sys.modules, 'openreg_ops' in sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert result.stdout.split() == ["False", "False"], result.stderr
-
-
 def test_outputs_that_were_not_asked_for_are_none():
     """As the gradients of ATen's backward operators are where their mask says no."""
 
@@ -1941,34 +1983,12 @@ def test_outputs_that_were_not_asked_for_are_none():
 
     op = define("masked_backward(Tensor gradient, Tensor x, bool[2] mask) -> (Tensor, Tensor)", of, of)
     x = torch.rand(3, 4)
-    only = ["runs", "reference", "compile", "fake_layouts", "fake_dtypes", "fake_dynamic", "export", "layouts"]
+    only = ["runs", "reference", "compile", "fake_layouts", "fake_dtypes", "fake_dynamic", "layouts"]
     for mask, count in (([True, True], 2), ([False, True], 1), ([True, False], 1), ([False, False], 0)):
         sample = Sample(x, x, mask)
         report = check(op, [sample], only=only)
         assert report.passed and report.of("pass", "runs"), str(report)
         assert len(Case(op, sample, "cpu", None, derivative).expected) == count
-
-
-READS_ON_THE_HOST = """
-import ctypes
-import torch
-import openreg_ops
-
-@torch.library.custom_op("reads::waits_first", mutates_args=(), device_types="openreg")
-def waits_first(x: torch.Tensor) -> torch.Tensor:
-    torch.openreg.synchronize()
-    return x * ctypes.c_float.from_address(x.data_ptr()).value
-"""
-
-
-@pytest.mark.processes
-def test_the_command_watches_the_accesses_of_the_host(tmp_path):
-    """An operator that waits for the stream gives the right numbers here, and none on an accelerator."""
-    (tmp_path / "reads.py").write_text(READS_ON_THE_HOST)
-    words = ("reads:waits_first", "--input", "f32[4,6]", "--device", "openreg", "--only", "launch", "--quiet")
-    result = python("-m", "openreg_ops", "check", *words, cwd=tmp_path)
-    said = " ".join(result.stdout.split())
-    assert result.returncode == 1 and "the host read device memory in a call" in said, said + result.stderr
 
 
 def test_the_check_of_streams_has_no_race():

@@ -22,7 +22,7 @@ def test_operator(operator, device):
     example = operator.make()
     finds = {name for each in OPERATORS if each.kind == operator.kind for name in each.found_by}
     only = [*finds, *(["fast"] if device == "cpu" or not finds else [])] if finds or device != "cpu" else []
-    report = check(example.op, example.samples, device, only=only, skip="overhead", **example.options)
+    report = check(example.op, example.samples, device, only=only, **example.options)
     failed = [each.check for each in report.failures]
     assert set(failed) <= set(operator.found_by), str(report)
     assert not operator.found_by or operator.found_by[0] in failed, str(report)

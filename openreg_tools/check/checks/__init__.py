@@ -1,7 +1,7 @@
-"""The checks of `checker.check`: one function each, with a section in docs/checker.md.
+"""The checks: one function each, with a section in docs/checker.md.
 
-A check passes by returning, with or without a note, and ends in any other way through fail(), warn(), refuse() or
-skip(). The report shows the first line of its docstring.
+A check passes by returning, with or without a note, and ends in any other way through `Case.fail`, `Case.warn`, refuse(),
+limit() or skip(). The report shows the first line of its docstring.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from openreg_tools.check.checks import (
     gradients,
     inputs,
     machine,
-    programs,
     registration,
+    sizes,
     state,
     streams,
     transforms,
@@ -32,10 +32,7 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
         values.runs,
         values.schema,
         values.reference,
-        values.opcheck_schema,
-        values.opcheck_autograd_registration,
-        values.opcheck_faketensor,
-        values.opcheck_aot_dispatch_dynamic,
+        values.autograd_registration,
         derivatives.backward,
         derivatives.gradcheck,
         derivatives.gradgradcheck,
@@ -52,28 +49,22 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
         registration.fake_numbers,
         unbacked.fake_unbacked,
         unbacked.compile_unbacked,
-        unbacked.export_unbacked,
         fakes.fake_errors,
         registration.int_sizes,
         registration.defaults,
         registration.effects,
-        transforms.functionalization,
         transforms.out,
         transforms.vmap,
         transforms.vmap_grad,
         transforms.autocast,
         distributed.dtensor,
-        programs.export,
-        programs.jit_trace,
-        programs.jit_script,
-        programs.copies,
         inputs.layouts,
         inputs.empty,
         inputs.zero_dim,
         inputs.large,
-        inputs.sizes,
+        sizes.sizes,
         inputs.large_strides,
-        inputs.half_precision,
+        sizes.half_precision,
         streams.stream,
         streams.devices,
         streams.launch,
@@ -82,22 +73,33 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
         state.generator,
         state.state,
         state.threads,
-        machine.overhead,
     )
 }
 
 # The checks that also apply to sparse and other tensors without strides.
-ANY_LAYOUT = {"runs", "reference", "opcheck_faketensor", "backward", "jit_trace", "jit_script", "copies", "determinism",
-              "generator", "threads", "poison", "overhead"}  # fmt: skip
+ANY_LAYOUT = {"runs", "reference", "backward", "determinism", "generator", "threads", "poison"}
 
 # The checks that call the kernel with sizes, strides, dtypes or values that the author did not give.
-UNUSUAL = {name for name, check in CHECKS.items() if check.__module__ == inputs.__name__}
-UNUSUAL |= {"schema", "fake_layouts", "fake_dtypes", "fake_errors", "fake_numbers", "defaults"}
+UNUSUAL = {"layouts", "empty", "zero_dim", "large", "sizes", "large_strides", "half_precision", "schema", "fake_layouts",
+           "fake_dtypes", "fake_errors", "fake_numbers", "defaults"}  # fmt: skip
 
 # The checks that take longer than a few hundredths of a second; `--only fast` leaves them out.
-SLOW = {
-    "opcheck_schema", "opcheck_autograd_registration", "opcheck_faketensor", "opcheck_aot_dispatch_dynamic", "forward_ad",
-    "func_grad", "compile", "fake_dynamic", "fake_unbacked", "compile_unbacked", "export_unbacked", "vmap_grad", "dtensor",
-    "export", "jit_trace", "jit_script", "large", "sizes", "large_strides", "half_precision", "stream", "devices", "launch",
-    "determinism", "generator", "state", "threads", "overhead",
-}  # fmt: skip
+SLOW = {"forward_ad", "func_grad", "compile", "fake_dynamic", "fake_unbacked", "compile_unbacked",
+        "vmap_grad", "dtensor", "large", "sizes", "large_strides", "half_precision", "stream", "devices", "launch",
+        "determinism", "generator", "state", "threads"}  # fmt: skip
+
+# Which part of an operator a check tests, in the order in which a report names one check for a cause. A check that is
+# not listed tests what no other does.
+PARTS = {
+    "kernel": (
+        "runs schema state threads generator determinism poison stream devices layouts sizes large_strides empty zero_dim "
+        "large half_precision reference"
+    ).split(),
+    "backward": (
+        "saved_tensors backward gradcheck frozen_arguments broadcast_gradients gradient_layouts gradgradcheck forward_ad "
+        "func_grad autograd_registration"
+    ).split(),
+    "fake kernel": "fake_layouts fake_errors fake_dtypes fake_dynamic fake_numbers fake_unbacked".split(),
+    # These run several parts, so they also fail where one of the parts is wrong.
+    "program": "compile compile_unbacked vmap vmap_grad dtensor".split(),
+}

@@ -10,21 +10,20 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from openreg_tools.check.case import Case, cotangents, differentiable, gradients, last_line
+from openreg_tools.check.case import Case, attached, cotangents, last_line, skip, unlike_gradients
 from openreg_tools.check.checks.common import (
     LACKING,
     WARNED,
-    differs,
-    fail,
-    is_zero,
     needs_derivative,
-    plain,
     refuse_or_fail,
     refused,
-    skip,
     unless_generated,
-    warn,
 )
+from openreg_tools.core.compare import differs, has_numbers
+
+
+def is_zero(x: Tensor | None) -> bool:
+    return x is None or not x.count_nonzero()
 
 
 def slope(case: Case, which: int, tensors: list[Tensor], outs: Sequence[int] | None = None) -> float:
@@ -39,7 +38,7 @@ def slope(case: Case, which: int, tensors: list[Tensor], outs: Sequence[int] | N
     for sign in (1, -1):
         moved = [y.detach().clone() for y in tensors]
         moved[which] = moved[which] + sign * step * direction
-        every = [out for out in plain(case, moved, case.intended) if differentiable(out)]
+        every = [out for out in case.outputs(moved, case.intended) if has_numbers(out)]
         weighted = [
             (out.to(torch.complex128 if out.is_complex() else torch.float64).cpu() * c.cpu()).sum().real
             for i, (out, c) in enumerate(zip(every, cotangents(every), strict=True))
@@ -47,6 +46,9 @@ def slope(case: Case, which: int, tensors: list[Tensor], outs: Sequence[int] | N
         ]
         ends.append(sum(float(w) for w in weighted))
     return (ends[0] - ends[1]) / (2 * step)
+
+
+# ---- complete, or an error ----
 
 
 def derivative(case: Case) -> None:
@@ -66,42 +68,39 @@ def derivative(case: Case) -> None:
             every = case.run(*tensors)
         except Exception as error:
             refuse_or_fail(case, error, "a call whose inputs require a gradient", remedy)
-        outs = [out for out in every if differentiable(out)]
+        outs = [out for out in every if has_numbers(out)]
         if not outs:
             skip("no floating output")
-        attached = [out for out in outs if out.requires_grad]
-        if not attached:
+        if not attached(outs):
             for i, flag in enumerate(case.wanted):
                 if flag and abs(slope(case, i, tensors)) > 1e-3:
                     _not_asked(case)
-                    fail(
-                        f"{case.name}: it depends on {case.names[i]}, which requires a gradient, but its output does "
-                        "not; a program's gradient leaves the operator out, without an error or a warning",
+                    case.fail(
+                        f"it depends on {case.names[i]}, which requires a gradient, but its output does not; a program's "
+                        "gradient leaves the operator out, without an error or a warning",
                         remedy,
                     )
             skip("its outputs do not depend on the values of its inputs")
         _written_unseen(case, tensors, every)
         try:
-            grads = torch.autograd.grad(attached, case.of(tensors), cotangents(attached), allow_unused=True)
+            grads = torch.autograd.grad(attached(outs), case.of(tensors), cotangents(attached(outs)), allow_unused=True)
         except Exception as error:
             refuse_or_fail(case, error, "backward", "fix the backward")
     warned = any(WARNED in str(w.message) for w in heard)
-    nodes = {out.grad_fn.name() for out in attached if out.grad_fn is not None}
+    nodes = {out.grad_fn.name() for out in attached(outs) if out.grad_fn is not None}
     if warned or any("WarnNotImplemented" in name for name in nodes):
         _not_asked(case)
-        fail(
-            f"{case.name}: it has no derivative, its output says requires_grad, and backward only warns and leaves "
-            "the operator out: a program gets a partial gradient",
+        case.fail(
+            "it has no derivative, its output says requires_grad, and backward only warns and leaves the operator out: a "
+            "program gets a partial gradient",
             remedy,
         )
-    mine = iter(grads)
-    for i, flag in enumerate(case.wanted):
-        got = next(mine) if flag else None
-        connected = [k for k, out in enumerate(outs) if out.requires_grad]
-        if flag and is_zero(got) and abs(slope(case, i, tensors, connected)) > 1e-3:
-            fail(
-                f"{case.name}: the gradient of {case.names[i]} is {'missing' if got is None else 'zero'}, but the output "
-                f"depends on {case.names[i]}",
+    connected = [k for k, out in enumerate(outs) if out.requires_grad]
+    for i, got in zip(case.of(range(len(tensors))), grads, strict=True):
+        if is_zero(got) and abs(slope(case, i, tensors, connected)) > 1e-3:
+            case.fail(
+                f"the gradient of {case.names[i]} is {'missing' if got is None else 'zero'}, but the output depends on "
+                f"{case.names[i]}",
                 "return the gradient of every argument that requires one (needs_input_grad), or raise",
             )
 
@@ -110,10 +109,9 @@ def _not_asked(case: Case) -> None:
     """Warn, and no more, if an operator that writes leaves a gradient out that the sample does not ask for."""
     written = [argument.name for argument in case.schema.arguments if argument.is_write]
     if written and not any(x.requires_grad for x in case.leaves):
-        names = " and ".join(written)
-        warn(
-            f"{case.name}: it writes to {names} without telling autograd, so a gradient does not pass through, without an "
-            "error",
+        case.warn(
+            f"it writes to {' and '.join(written)} without telling autograd, so a gradient does not pass through, without "
+            "an error",
             "document that it has no derivative, or make it functional and give it one. If programs need its gradient, "
             "say so with requires_grad in the sample, and this becomes a failure",
         )
@@ -126,9 +124,9 @@ def _written_unseen(case: Case, tensors: Sequence[Tensor], outs: Sequence[Tensor
         if untouched and case.wanted[i] and differs([out], [tensors[i]]):
             name = case.names[i]
             _not_asked(case)
-            fail(
-                f"{case.name}: it writes to {name}, which requires a gradient, without telling autograd: the gradient "
-                f"passes as if {name} were unchanged, without an error",
+            case.fail(
+                f"it writes to {name}, which requires a gradient, without telling autograd: the gradient passes as if "
+                f"{name} were unchanged, without an error",
                 "make the operator functional and give it a derivative, or raise in a kernel at the Autograd key when "
                 f"{name} requires a gradient",
             )
@@ -136,71 +134,52 @@ def _written_unseen(case: Case, tensors: Sequence[Tensor], outs: Sequence[Tensor
 
 def backward(case: Case) -> str | None:
     """Asking for a gradient gives the complete gradient, or an error."""
-    if case.derivative.status != "pass":
+    if not case.has_derivative:
         raise case.derivative
     tensors = case.fresh(grad=True, dtype=case.wide)
-    outs = [out for out in case.run(*tensors) if differentiable(out)]
+    outs = [out for out in case.run(*tensors) if has_numbers(out)]
     apart = [k for k, out in enumerate(outs) if not out.requires_grad]
     for i, flag in enumerate(case.wanted):
         if apart and flag and abs(slope(case, i, tensors, apart)) > 1e-3:
-            warn(
-                f"{case.name}: output {apart[0]} depends on {case.names[i]} but does not require a gradient; everything "
-                "computed from it is left out of a program's gradient",
+            case.warn(
+                f"output {apart[0]} depends on {case.names[i]} but does not require a gradient; everything computed from it "
+                "is left out of a program's gradient",
                 "differentiate it too, or document that autograd treats it as a constant",
             )
     with torch.no_grad():
         if any(out.requires_grad for out in case.function(raw=True)(*case.fresh())):
-            fail(f"{case.name}: an output requires a gradient under torch.no_grad()", "do not record a graph there")
+            case.fail("an output requires a gradient under torch.no_grad()", "do not record a graph there")
     return case.derivative.sentence or None
+
+
+# ---- finite differences ----
+
+_SMALL = 48  # up to this many elements, every column of a Jacobian is checked
 
 
 def _wide_leaves(case: Case) -> tuple[list[Tensor], dict[str, float]]:
     """Leaf tensors for finite differences, with the step and tolerances for their dtype."""
     tensors = [x.contiguous() if 0 in x.stride() else x for x in case.fresh(dtype=case.wide)]
     halves = (torch.float16, torch.bfloat16)
-    if any(x.dtype in halves for x in case.of(tensors)) or any(x.dtype in halves for x in plain(case, tensors)):
+    if any(x.dtype in halves for x in (*case.of(tensors), *case.outputs(tensors))):
         skip("it does not compute in float64, and finite differences in a half type are meaningless")
     return case.leaf(tensors), {} if case.wide else dict(eps=1e-3, atol=2e-2, rtol=2e-2)
 
 
-_SMALL = 48  # up to this many elements, every column of a Jacobian is checked
-
-
 def _finite_differences(case: Case, check: Callable[..., bool], what: str, remedy: str) -> str | None:
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(filter(differentiable, case.run(*tensors)))
+        return tuple(filter(has_numbers, case.run(*tensors)))
 
     tensors, options = _wide_leaves(case)
-    if not sum(x.numel() for x in case.of(tensors)):
+    count = sum(x.numel() for x in case.of(tensors))
+    if not count:
         skip("the sample is empty")
-    fast = sum(x.numel() for x in case.of(tensors)) > _SMALL and bool(case.wide)
     try:
-        check(function, tensors, fast_mode=fast, **options)
+        check(function, tensors, fast_mode=count > _SMALL and bool(case.wide), **options)
     except GradcheckError as error:
         text = re.split(r"numerical: ?\n?tensor|\nThe max per-element|, but got", str(error))[0]
-        fail(f"{case.name}: {what}: {' '.join(text.split())[:300].rstrip(' ,')}", remedy)
+        case.fail(f"{what}: {' '.join(text.split())[:300].rstrip(' ,')}", remedy)
     return None if case.wide else "in float32, because it does not take float64"
-
-
-def _as_intended(case: Case) -> str:
-    """Compare the gradient with that of the function that has the intended one."""
-    shapes = [list(out.shape) for out in case.expected]
-    outs = [list(out.shape) for out in plain(case, case.fresh(), case.intended)]
-    if outs != shapes:
-        fail(
-            f"{case.name}: the function given as intended_gradient returns shapes {outs}, and the operator {shapes}",
-            "return what the operator returns; only the gradient counts",
-        )
-    expected, got = (
-        gradients(function, case.fresh(grad=True, dtype=case.wide), case.wanted)
-        for function in (case.intended, case.run)
-    )
-    if wrong := differs(got, expected, "the gradient of differentiable argument"):
-        fail(
-            f"{case.name}: {wrong}, which the function given as intended_gradient has",
-            "fix the formula of the backward, or the function given as intended_gradient=",
-        )
-    return "against intended_gradient"
 
 
 def gradcheck(case: Case) -> str | None:
@@ -217,52 +196,22 @@ def gradcheck(case: Case) -> str | None:
     )
 
 
-def _after_vjp(case: Case, twice: bool, remedy: str) -> None:
-    """Fail if torch.func loses the second derivative when vjp has ended before its backward runs.
-
-    `twice` says whether eager mode has one, which is then the expected value; otherwise a gradient that varies is
-    enough.
-    """
-    tensors = case.fresh(dtype=case.wide)
-    wanted = tuple(i for i, flag in enumerate(case.wanted) if flag)
-    if case.seeded or any(tensors[i].is_complex() for i in wanted) or any(x.is_complex() for x in case.expected):
-        return
-
-    def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
-        moved = dict(zip(wanted, leaves, strict=True))
-        outs = case.run(*[moved.get(i, x) for i, x in enumerate(tensors)])
-        return tuple(out for out in outs if differentiable(out))
-
-    def penalty(*leaves: Tensor) -> Tensor:
-        outs, pull = torch.func.vjp(forward, *leaves)
-        grads = pull(tuple(cotangents(outs)))
-        return sum((g * c).sum() for g, c in zip(grads, cotangents(grads), strict=True))
-
-    leaves = [tensors[i] for i in wanted]
-    try:
-        got = torch.func.grad(penalty, tuple(range(len(wanted))))(*leaves)
-    except Exception:  # not silent; vmap_grad checks whether torch.func works at all
-        return
-    if twice:
-        leaves = [x.detach().requires_grad_() for x in leaves]
-        outs = [out for out in forward(*leaves) if out.requires_grad]
-        grads = torch.autograd.grad(
-            outs, leaves, cotangents(outs), create_graph=True, allow_unused=True, materialize_grads=True
+def _as_intended(case: Case) -> str:
+    """Compare the gradient with that of the function that has the intended one."""
+    shapes = [list(out.shape) for out in case.expected]
+    outs = [list(out.shape) for out in case.outputs(case.fresh(), case.intended)]
+    if outs != shapes:
+        case.fail(
+            f"the function given as intended_gradient returns shapes {outs}, and the operator {shapes}",
+            "return what the operator returns; only the gradient counts",
         )
-        total = sum((g * c).sum() for g, c in zip(grads, cotangents(grads), strict=True))
-        expected = [None] * len(leaves)
-        if total.requires_grad:
-            expected = torch.autograd.grad(total, leaves, allow_unused=True)
-        lost = all(map(is_zero, got)) and not all(map(is_zero, expected))
-    else:
-        ends = [penalty(*[x * factor for x in leaves]) for factor in (1, 1.25)]
-        lost = all(map(is_zero, got)) and bool(differs(ends[:1], ends[1:]))
-    if lost:
-        fail(
-            f"{case.name}: torch.func.grad of a function that calls torch.func.vjp gives zero, without an error; eager "
-            + ("has a second derivative" if twice else "refuses the second derivative"),
-            remedy,
+    got, expected = (case.gradients_of(case.fresh(dtype=case.wide), each) for each in (None, case.intended))
+    if wrong := unlike_gradients(case.asked, got, expected):
+        case.fail(
+            f"{wrong}, which the function given as intended_gradient has",
+            "fix the formula of the backward, or the function given as intended_gradient=",
         )
+    return "against intended_gradient"
 
 
 def gradgradcheck(case: Case) -> str | None:
@@ -271,14 +220,13 @@ def gradgradcheck(case: Case) -> str | None:
     tensors, _ = _wide_leaves(case)
     outs = [out for out in case.run(*tensors) if out.requires_grad]
     given = [c.requires_grad_() for c in cotangents(outs)]
-    leaves = case.of(tensors)
     remedy = (
         "compute the backward with differentiable operators, give the backward operator its own derivative, or "
         "refuse second derivatives with torch.autograd.function.once_differentiable"
     )
-    grads = torch.autograd.grad(outs, leaves, given, create_graph=True, allow_unused=True)
-    attached = [g for g in grads if g is not None and g.requires_grad]
-    if len(attached) < sum(g is not None for g in grads):
+    grads = torch.autograd.grad(outs, case.of(tensors), given, create_graph=True, allow_unused=True)
+    known = [g for g in grads if g is not None and g.requires_grad]
+    if len(known) < sum(g is not None for g in grads):
         # A constant gradient is correct if it stays the same for different inputs and output gradients.
         other = [(x.detach() * 1.25 + 0.125).requires_grad_(x.requires_grad) for x in tensors]
         again = torch.autograd.grad(
@@ -287,45 +235,101 @@ def gradgradcheck(case: Case) -> str | None:
             [2 * c.detach() for c in given],
             allow_unused=True,
         )
-        for name, g, h in zip(
-            [n for n, w in zip(case.names, case.wanted, strict=True) if w], grads, again, strict=True
-        ):
+        for name, g, h in zip(case.asked, grads, again, strict=True):
             if g is not None and not g.requires_grad and differs([g], [h]):
-                fail(
-                    f"{case.name}: its backward is not differentiable: the gradient of {name} does not require a "
-                    "gradient under create_graph=True, so second derivatives leave it out without an error",
+                case.fail(
+                    f"its backward is not differentiable: the gradient of {name} does not require a gradient under "
+                    "create_graph=True, so second derivatives leave it out without an error",
                     remedy,
                 )
-    if not attached:
+    if not known:
         return "the gradient is constant"
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
             # Unlike torch.autograd.grad, it also runs nodes that lead to no leaf, such as that of once_differentiable.
-            torch.autograd.backward(attached, cotangents(attached))
+            torch.autograd.backward(known, cotangents(known))
         except Exception as error:
             lacking = LACKING.search(str(error))
             name = (lacking[1] or lacking[2].replace(".", "::", 1)) if lacking else case.schema.name
-            if lacking and name != case.schema.name:
-                warn(
-                    f"{case.name}: its backward is not differentiable: it calls {name}, which has no derivative, so "
-                    f"double backward ends in that operator's error: {last_line(error)}",
+            if name != case.schema.name:
+                case.warn(
+                    f"its backward is not differentiable: it calls {name}, which has no derivative, so double backward ends "
+                    f"in that operator's error: {last_line(error)}",
                     remedy,
                 )
             if refused(error) and "once_differentiable" not in str(error):  # torch.func never asks that node
                 _after_vjp(case, False, remedy)
             refuse_or_fail(case, error, "the second derivative", remedy)
     _after_vjp(case, True, remedy)
-    if any(WARNED in str(w.message) for w in heard):
-        named = re.search(r"(\w+::\w+)", str(next(w.message for w in heard if WARNED in str(w.message))))
-        fail(
-            f"{case.name}: its backward is not differentiable: it calls {named[1] if named else 'an operator'}, which "
-            "has no derivative, and double backward only warns and leaves it out",
+    if said := next((str(w.message) for w in heard if WARNED in str(w.message)), ""):
+        named = re.search(r"(\w+::\w+)", said)
+        case.fail(
+            f"its backward is not differentiable: it calls {named[1] if named else 'an operator'}, which has no derivative, "
+            "and double backward only warns and leaves it out",
             remedy,
         )
     return _finite_differences(
         case, torch.autograd.gradgradcheck, "its backward is not differentiable: the second derivative is wrong", remedy
     )
+
+
+# ---- torch.func ----
+
+
+def _of_leaves(case: Case, tensors: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """The floating outputs as a function of the tensors whose gradient the sample asks for."""
+    wanted = case.of(range(len(tensors)))
+
+    def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
+        moved = dict(zip(wanted, leaves, strict=True))
+        outs = case.run(*[moved.get(i, x) for i, x in enumerate(tensors)])
+        return tuple(out for out in outs if has_numbers(out))
+
+    return forward
+
+
+def _weighted(outs: Sequence[Tensor]) -> Tensor:
+    return sum((out * c).sum() for out, c in zip(outs, cotangents(outs), strict=True))
+
+
+def _after_vjp(case: Case, twice: bool, remedy: str) -> None:
+    """Fail if torch.func loses the second derivative when vjp has ended before its backward runs.
+
+    `twice` says whether eager mode has one, which is then the expected value; otherwise a gradient that varies is
+    enough.
+    """
+    tensors = case.fresh(dtype=case.wide)
+    leaves, forward = case.of(tensors), _of_leaves(case, tensors)
+    if case.seeded or any(x.is_complex() for x in (*leaves, *case.expected)):
+        return
+
+    def penalty(*leaves: Tensor) -> Tensor:
+        outs, pull = torch.func.vjp(forward, *leaves)
+        return _weighted(pull(tuple(cotangents(outs))))
+
+    try:
+        got = torch.func.grad(penalty, tuple(range(len(leaves))))(*leaves)
+    except Exception:  # not silent; vmap_grad checks whether torch.func works at all
+        return
+    if not all(map(is_zero, got)):
+        return
+    if twice:
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        outs = [out for out in forward(*leaves) if out.requires_grad]
+        grads = torch.autograd.grad(
+            outs, leaves, cotangents(outs), create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        total = _weighted(grads)
+        lost = total.requires_grad and not all(map(is_zero, torch.autograd.grad(total, leaves, allow_unused=True)))
+    else:
+        lost = bool(differs(*([penalty(*[x * factor for x in leaves])] for factor in (1, 1.25))))
+    if lost:
+        case.fail(
+            "torch.func.grad of a function that calls torch.func.vjp gives zero, without an error; eager "
+            + ("has a second derivative" if twice else "refuses the second derivative"),
+            remedy,
+        )
 
 
 def forward_ad(case: Case) -> str | None:
@@ -339,35 +343,32 @@ def forward_ad(case: Case) -> str | None:
         rest = iter(directions)
         duals = [forward.make_dual(x, next(rest)) if flag else x for x, flag in zip(tensors, case.wanted, strict=True)]
         try:
-            outs = [out for out in case.run(*duals) if differentiable(out)]
+            outs = [out for out in case.run(*duals) if has_numbers(out)]
         except Exception as error:
             refuse_or_fail(case, error, "a call with forward-mode tangents", "fix the jvp formula")
         pairs = [forward.unpack_dual(out) for out in outs]
     weights = cotangents([p.primal for p in pairs])
     got = sum(float((p.tangent * w).sum().real) for p, w in zip(pairs, weights, strict=True) if p.tangent is not None)
-    if case.derivative.status == "pass":
-        leaves = case.fresh(grad=True, dtype=case.wide)
-        grads = gradients(case.run, leaves, case.wanted)
+    if case.has_derivative:
+        grads = case.gradients_of(case.fresh(dtype=case.wide))
         products = [float((g * d.conj()).sum().real) for g, d in zip(grads, directions, strict=True) if g is not None]
-        size = sum(abs(p) for p in products)
-        expected = sum(products)
+        expected, size, close = sum(products), sum(map(abs, products)), 1e-6 if case.wide else 2e-2
     else:
-        expected = sum(slope(case, i, tensors) for i, flag in enumerate(case.wanted) if flag)
-        size = abs(expected)
-    close = (1e-6 if case.wide else 2e-2) if case.derivative.status == "pass" else 5e-2
+        expected = sum(slope(case, i, tensors) for i in case.of(range(len(tensors))))
+        size, close = abs(expected), 5e-2
     if abs(got - expected) <= close * max(size, 1e-3):
         return None
     if all(p.tangent is None for p in pairs) or got == 0:
-        warn(
-            f"{case.name}: forward-mode AD (torch.func.jvp, make_dual) silently loses the tangent: the output has none, "
-            "and its derivative is not zero",
+        case.warn(
+            "forward-mode AD (torch.func.jvp, make_dual) silently loses the tangent: the output has none, and its derivative "
+            "is not zero",
             "custom_op does not accept a jvp formula; document that, or wrap the call in a "
             "torch.autograd.Function with one. In C++, an autograd::Function refuses by itself",
         )
-    if case.derivative.status == "refused":
+    if not case.has_derivative:
         _not_asked(case)
-    fail(
-        f"{case.name}: forward-mode AD gives {got:.6g} where backward gives {expected:.6g}",
+    case.fail(
+        f"forward-mode AD gives {got:.6g} where backward gives {expected:.6g}",
         "fix the jvp formula",
     )
 
@@ -383,41 +384,30 @@ _FUNC = (
 def func_grad(case: Case) -> str | None:
     """torch.func.grad and torch.func.vjp give the gradients that backward gives."""
     needs_derivative(case)
-    wanted = tuple(i for i, flag in enumerate(case.wanted) if flag)
     if any(x.is_complex() for x in (*case.leaves, *case.expected)):
         skip("torch.func.grad is for real numbers")
-    attached = [out.requires_grad and differentiable(out) for out in case.run(*case.fresh(grad=True))]
+    kept = [out.requires_grad for out in case.run(*case.fresh(grad=True)) if has_numbers(out)]
     tensors = case.fresh()
-
-    def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
-        moved = dict(zip(wanted, leaves, strict=True))
-        outs = case.run(*[moved.get(i, x) for i, x in enumerate(tensors)])
-        return tuple(out for out, flag in zip(outs, attached, strict=True) if flag)
+    leaves, forward = case.of(tensors), _of_leaves(case, tensors)
 
     def loss(*leaves: Tensor) -> Tensor:
-        outs = forward(*leaves)
-        return sum((out * c).sum() for out, c in zip(outs, cotangents(outs), strict=True))
+        return _weighted([out for out, keep in zip(forward(*leaves), kept, strict=True) if keep])
 
     def loss_of_vjp(*leaves: Tensor) -> Tensor:
         outs, _ = torch.func.vjp(forward, *leaves)
-        return sum((out * c).sum() for out, c in zip(outs, cotangents(outs), strict=True))
+        return _weighted([out for out, keep in zip(outs, kept, strict=True) if keep])
 
-    leaves, argnums = [tensors[i] for i in wanted], tuple(range(len(wanted)))
-    try:
-        got = torch.func.grad(loss, argnums)(*leaves)
-    except Exception as error:
-        unless_generated(case, error, "torch.func")
-        if refused(error):
-            warn(f"{case.name}: backward gives its gradient, but torch.func.grad raises {last_line(error)}", _FUNC)
-        refuse_or_fail(case, error, "torch.func.grad", _FUNC)
-    if wrong := differs(got, case.gradients, "the gradient of differentiable argument"):
-        fail(f"{case.name}: under torch.func.grad {wrong}, which backward gives", _FUNC)
-    try:
-        got = torch.func.grad(loss_of_vjp, argnums)(*leaves)
-    except Exception as error:
-        refuse_or_fail(case, error, "torch.func.grad of the outputs of torch.func.vjp", _FUNC)
-    if wrong := differs(got, case.gradients, "the gradient of differentiable argument"):
-        fail(
-            f"{case.name}: under torch.func.grad of the outputs of torch.func.vjp {wrong}, which backward gives", _FUNC
-        )
+    for what, function in (
+        ("torch.func.grad", loss),
+        ("torch.func.grad of the outputs of torch.func.vjp", loss_of_vjp),
+    ):
+        try:
+            got = torch.func.grad(function, tuple(range(len(leaves))))(*leaves)
+        except Exception as error:
+            unless_generated(case, error)
+            if function is loss and refused(error):
+                case.warn(f"backward gives its gradient, but torch.func.grad raises {last_line(error)}", _FUNC)
+            refuse_or_fail(case, error, what, _FUNC)
+        if wrong := unlike_gradients(case.asked, got, case.gradients):
+            case.fail(f"under {what} {wrong}, which backward gives", _FUNC)
     return None

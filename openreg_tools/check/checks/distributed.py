@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.check.case import Case, Outcome, attached, cotangents, last_line
-from openreg_tools.check.checks.common import differs, fail, limit, refuse, skip, tolerance, warn
+from openreg_tools.check.case import Case, Outcome, Results, attached, cotangents, last_line, limit, refuse, skip
+from openreg_tools.check.checks.common import needs_order
+from openreg_tools.core.compare import tolerance
 
 RANKS = 2
+DIFFERENTIATED = 2  # of how many placements gradients are checked: graphs of DTensors are slow
 _REMEDY = (
     "fix the sharding strategy: of each combination that it gives, the operator must make the outputs' parts from the "
     "inputs' parts alone; leave a dimension out along which elements depend on each other, and give a sum over a sharded "
@@ -72,16 +74,12 @@ def _ways(case: Case) -> Iterator[tuple[str, list[int | None]]]:
     def fits(x: Tensor, d: int) -> bool:
         return d < x.dim() and x.shape[d] > 0 and x.shape[d] % RANKS == 0
 
-    together = range(max((x.dim() for x in tensors), default=0)) if len(tensors) > 1 else ()
-    for d in together:
+    for d in range(max((x.dim() for x in tensors), default=0)) if len(tensors) > 1 else ():
         yield f"every argument sharded along dimension {d}", [d if fits(x, d) else None for x in tensors]
     for i, x in enumerate(tensors[:8]):
-        for d in range(x.dim()):
-            if fits(x, d):
-                yield (
-                    f"{case.names[i]} sharded along dimension {d}",
-                    [d if i == j else None for j in range(len(tensors))],
-                )
+        for d in (d for d in range(x.dim()) if fits(x, d)):
+            dims = [d if i == j else None for j in range(len(tensors))]
+            yield f"{case.names[i]} sharded along dimension {d}", dims
 
 
 def _has_its_own(op: Any) -> bool:
@@ -97,12 +95,11 @@ def _has_its_own(op: Any) -> bool:
 
 def dtensor(case: Case) -> str | None:
     """On DTensors, however its arguments are sharded, outputs and gradients are the same as for plain tensors."""
-    if not torch.distributed.is_available():
-        skip("this PyTorch has no torch.distributed")
-    if torch.distributed.is_initialized():
-        skip("this process is in a process group, and the simulated devices would need a second one")
-    if case.seeded:
-        skip("its numbers are random")
+    needs_order(case)
+    if not torch.distributed.is_available() or torch.distributed.is_initialized():
+        skip(
+            "it needs torch.distributed, and a process that is not in a process group: its devices are simulated in one"
+        )
     if not case.leaves or not case.expected:
         skip("it takes or returns no tensor")
     try:
@@ -110,36 +107,29 @@ def dtensor(case: Case) -> str | None:
         from torch.testing._internal.distributed import fake_pg  # noqa: F401
     except ImportError:
         skip("this PyTorch cannot simulate devices")
-    grad = case.derivative.status == "pass"
-    plain = [x.detach() for x in attached(case.run(*case.fresh(grad=True)))] if grad else []
-    if grad:
-        case.gradients  # noqa: B018 -- before there are simulated devices
-    given = [(c, _parts(c, None)) for c in cotangents(plain)]
+    case.gradients  # noqa: B018 -- before there are simulated devices
+    outs = [x.detach() for x in attached(case.run(*case.fresh(grad=True)))] if case.has_derivative else []
+    given = [(c, _parts(c, None)) for c in cotangents(outs)]
     ways = [
         (way, dims, [(x, _parts(x, d), d) for x, d in zip(case.fresh(), dims, strict=True)])
         for way, dims in _ways(case)
     ]
+    stays = []
     with _devices(case.device.type) as mesh:
-        own, stays = _has_its_own(case.op), []
+        own = _has_its_own(case.op)
         for i, (way, dims, inputs) in enumerate(ways):
             tensors = [_placed(x, parts, d, mesh) for x, parts, d in inputs]
-            # Graphs of DTensors are slow, so gradients are checked only for the first placements.
-            by = [_placed(c, parts, None, mesh) for c, parts in given] if grad and i < 4 else None
+            by = [_placed(c, parts, None, mesh) for c, parts in given] if given and i < DIFFERENTIATED else None
             try:
                 stayed = _check_way(case, way, dims, tensors, by, own)
             except Outcome as outcome:
-                if outcome.status == "fail" and _keyword_only(case):
+                keywords = {argument.name for argument in case.schema.arguments if argument.kwarg_only}
+                if outcome.status == "fail" and any(name.partition("[")[0] in keywords for name in case.names):
                     limit("DTensor does not redistribute a tensor that is given by keyword only")
                 raise
             if stayed and any(d is not None for d in dims):
                 stays.append(way.replace("dimension ", ""))
     return f"stays sharded with {', '.join(stays)}" if stays else "no sharding stays"
-
-
-def _keyword_only(case: Case) -> bool:
-    """Whether a tensor of the sample is given by keyword only."""
-    keywords = {argument.name for argument in case.schema.arguments if argument.kwarg_only}
-    return any(name.partition("[")[0] in keywords for name in case.names)
 
 
 def _unless_simulated(error: BaseException) -> None:
@@ -159,8 +149,14 @@ def _check_way(
     case: Case, way: str, dims: Sequence[int | None], tensors: list[Any], given: list[Any] | None, own: bool
 ) -> bool:
     """Check one placement of the arguments, optionally with gradients; returns whether an output is sharded."""
+
+    def unless_fault_of_others(error: Exception, what: str) -> None:
+        _unless_simulated(error)
+        if not own:
+            refuse(f"DTensor runs the operators it is made of, and with {way} {what} raises {last_line(error)}")
+
     if given is not None:
-        tensors = [x.requires_grad_(flag) for x, flag in zip(tensors, case.wanted, strict=True)]
+        tensors = case.leaf(tensors)
     try:
         outs = list(case.run(*tensors))
     except Exception as error:
@@ -171,31 +167,31 @@ def _check_way(
             )
         if case.mutable and any(d is not None for d in dims):
             return False  # DTensor cannot move arguments that are written to
-        _unless_simulated(error)
-        if not own:
-            refuse(f"DTensor runs the operators it is made of, and with {way} one raises {last_line(error)}")
-        fail(f"{case.name}: a call on DTensors with {way} raised {last_line(error)}", _REMEDY)
+        unless_fault_of_others(error, "one")
+        case.fail(f"a call on DTensors with {way} raised {last_line(error)}", _REMEDY)
     sharded = any(each.is_shard() for out in outs for each in getattr(out, "placements", ()))
-    for whole in zip(*map(_on_each, outs), strict=True):
-        if wrong := differs(whole, case.expected, coarse=2 * tolerance(*case.leaves)):
-            fail(f"{case.name}: on DTensors with {way} {wrong}, which plain tensors give", _REMEDY)
-    if given is None:
-        return sharded
-    try:
-        got = torch.autograd.grad(attached(outs), case.of(tensors), given, allow_unused=True)
-    except Exception as error:
-        if _lacks_strategy(error):
-            warn(
-                f"{case.name}: its backward does not run on DTensors: {last_line(error)}",
-                "register a sharding strategy for the operators that the backward calls too",
-            )
-        _unless_simulated(error)
-        if not own:
-            refuse(f"DTensor runs the operators it is made of, and with {way} backward raises {last_line(error)}")
-        fail(f"{case.name}: backward on DTensors with {way} raised {last_line(error)}", _REMEDY)
-    for whole in zip(*map(_on_each, got), strict=True):
-        if wrong := differs(
-            whole, case.gradients, "the gradient of differentiable argument", coarse=4 * tolerance(*case.leaves)
-        ):
-            fail(f"{case.name}: on DTensors with {way} {wrong}, which backward on plain tensors gives", _REMEDY)
+    grads: Sequence[Any] = []
+    if given is not None:
+        try:
+            grads = torch.autograd.grad(attached(outs), case.of(tensors), given, allow_unused=True)
+        except Exception as error:
+            if _lacks_strategy(error):
+                case.warn(
+                    f"its backward does not run on DTensors: {last_line(error)}",
+                    "register a sharding strategy for the operators that the backward calls too",
+                )
+            unless_fault_of_others(error, "backward")
+            case.fail(f"backward on DTensors with {way} raised {last_line(error)}", _REMEDY)
+    every, of_grads = [_on_each(out) for out in outs], [_on_each(grad) for grad in grads]
+    for rank in range(RANKS):
+        got = Results([each[rank] for each in every], [each[rank] for each in of_grads])
+        case.expect(
+            got,
+            case.eager,
+            f"on DTensors with {way}",
+            "plain tensors give",
+            _REMEDY,
+            coarse=2 * tolerance(*case.leaves),
+            grads=2,
+        )
     return sharded

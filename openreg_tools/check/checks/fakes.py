@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,107 +14,32 @@ from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorExc
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openreg_tools.check.case import FAKE, Case, Outcome, gradients, last_line, small
+from openreg_tools.check.case import FAKE, Case, Function, Outcome, Results, last_line, skip
 from openreg_tools.check.checks.common import (
-    differs,
-    dtype_name,
-    fail,
     is_symbolic,
     layouts_of,
     needs_literals,
+    needs_order,
+    needs_sizes,
     needs_tensors,
-    plain,
-    reference_of,
-    resized,
-    sizes_of,
-    skip,
-    storage_of,
-    warn,
 )
+from openreg_tools.check.checks.values import storage_of
+from openreg_tools.core.compare import dtype_name, is_small
+from openreg_tools.core.variations import of_sizes
+
+# ---- calls of the fake kernel ----
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No logs of compilers, and no suppressed errors."""
-    import torch._dynamo as dynamo
-
-    with dynamo.config.patch(suppress_errors=False, verbose=False):
-        yield
-
-
-def program(case: Case) -> Callable[..., tuple[Tensor, ...]]:
-    return case.function(program=all(out.layout == torch.strided for out in case.expected))
-
-
-def unlike_eager(case: Case, outs: Sequence[Tensor]) -> str:
-    """The difference between the outputs of a compiled `program` and the eager ones."""
-    expected = list(program(case)(*case.fresh()))
-    if len(outs) != len(expected):
-        return f"there are {len(outs)} outputs instead of {len(expected)}"
-    count = len(case.expected)
-    for i, what in enumerate(("output", "contiguous() of output", "zeros like output")):
-        actual, eager = (list(x[i * count : (i + 1) * count]) for x in (outs, expected))
-        if wrong := differs(actual, eager, what) or strides_differ(actual, eager, what):
-            return wrong
-    return ""
-
-
-def compiled(case: Case, dynamic: bool, function: Any = None) -> Callable[..., tuple[Tensor, ...]]:
-    return torch.compile(function or case.function(), backend="aot_eager", fullgraph=True, dynamic=dynamic)
-
-
-def compile(case: Case) -> str | None:  # noqa: A001 -- a check's name is its function's
-    """Compiled outputs, their strides, and gradients are the eager ones, for static and dynamic shapes."""
-    needs_tensors(case)
-    needs_literals(case)
-    remedy = "fix the fake kernel or the derivative: compile trusts both without running the kernel"
-    if case.seeded:
-        skip("its numbers are random")
-    grad = case.derivative.status == "pass"
-    with quiet():
-        for dynamic in (False, True):
-            shapes = "dynamic" if dynamic else "static"
-            function = compiled(case, dynamic, program(case))
-            try:
-                outs = function(*case.fresh(grad=grad))
-            except Exception as error:
-                fail(f"{case.name}: torch.compile with {shapes} shapes raised {last_line(error)}", remedy)
-            if wrong := unlike_eager(case, outs):
-                fail(f"{case.name}: under torch.compile with {shapes} shapes {wrong}, which eager gives", remedy)
-            if grad:
-                got, expected = (gradients(f, case.fresh(grad=True), case.wanted) for f in (function, program(case)))
-                if wrong := differs(got, expected, "the gradient of differentiable argument"):
-                    fail(f"{case.name}: under torch.compile with {shapes} shapes {wrong}, which eager gives", remedy)
-        if case.derivative.status == "refused":
-            try:
-                gradients(compiled(case, False), case.fresh(grad=True), case.wanted)
-            except Exception:
-                return None
-            lost(case, "torch.compile")
-    return None
-
-
-def lost(case: Case, where: str) -> NoReturn:
-    fail(
-        f"{case.name}: eager mode refuses the gradient with an error, but under {where} there is neither error nor gradient",
-        "refuse in a kernel at the Autograd key, which transforms and compilers see too",
-    )
-
-
-def strides_differ(actual: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> str:
-    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        if a.layout == e.layout == torch.strided and strides_of(a) != strides_of(e):
-            return f"{what} {i} has strides {tuple(a.stride())} instead of {tuple(e.stride())}"
-    return ""
-
-
-def strides_of(x: Tensor) -> tuple[int, ...]:
-    """The strides that matter: a dimension with one element may have any stride."""
-    return tuple(stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1) if x.numel() else ()
+def faking(mode: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
+    """Run fake kernels; sizes that depend on data are symbols."""
+    mode = mode or FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    with mode, enable_python_dispatcher():
+        yield mode
 
 
 def fake_mode(case: Case, **options: Any) -> FakeTensorMode:
-    """A mode whose data-dependent sizes are symbols. Its cache cannot compare objects."""
+    """A mode for a case. Its cache cannot compare objects."""
     # For the operators of some namespaces, such as torchaudio, the fallback calls the kernel with zeros.
     fallback = case.op.namespace in ("aten", "prims")
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_fallback_kernels=fallback, **options)
@@ -122,41 +47,122 @@ def fake_mode(case: Case, **options: Any) -> FakeTensorMode:
     return mode
 
 
-def run_fake(
-    case: Case, tensors: Sequence[Tensor], mode: FakeTensorMode | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
+def run_fake(case: Case, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Fake inputs and the fake kernel's outputs."""
-    mode = mode or fake_mode(case, static_shapes=True)
     case.trying(FAKE)
     try:
-        with mode, enable_python_dispatcher(), torch.no_grad():
+        with faking(fake_mode(case, static_shapes=True)) as mode, torch.no_grad():
             fakes = [mode.from_tensor(x) for x in tensors]
             return fakes, list(case.run(*fakes))
     except UnsupportedOperatorException as error:
         if error.func is not case.op:
             raise
-        fail(
-            f"{case.name}: it has no fake kernel, which compilers and exporters call",
+        case.fail(
+            "it has no fake kernel, which compilers and exporters call",
             "register one (torch.library.register_fake), or a kernel at the Meta key",
         )
     finally:
         case.trying("")
 
 
-def unlike_fake(case: Case, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> str:
-    """How outputs differ from what the fake kernel says for these inputs, if it is right for the sample."""
-    wrong = _unlike(outs, run_fake(case, tensors)[1])
-    return "" if wrong and _unlike(case.expected, run_fake(case, case.fresh())[1]) else wrong  # see fake_layouts
+def difference(real: Tensor, fake: Tensor, memory: bool = True) -> tuple[str, Any, Any] | None:
+    """In what an output and a fake one differ, and what each has. The fake kernel cannot know sizes that depend on data.
+
+    Args:
+        memory: whether to compare device, layout and strides too.
+    """
+    known = real.dim() == fake.dim() and [
+        n if isinstance(m, int) else m for n, m in zip(real.shape, fake.shape, strict=True)
+    ]
+    if known != list(fake.shape):
+        return "shape", list(real.shape), list(fake.shape)
+    if real.dtype != fake.dtype:
+        return "dtype", dtype_name(real), dtype_name(fake)
+    if memory:
+        for what in ("device", "layout"):
+            if getattr(real, what) != getattr(fake, what):
+                return what, getattr(real, what), getattr(fake, what)
+        if real.layout == torch.strided and all(isinstance(n, int) for n in (*fake.shape, *fake.stride())):
+            if _strides_of(real) != _strides_of(fake):
+                return "strides", tuple(real.stride()), tuple(fake.stride())
+    return None
 
 
-def _unlike(outs: Sequence[Tensor], fake: Sequence[Tensor]) -> str:
-    for i, (real, said) in enumerate(zip(outs, fake, strict=True)):
-        if _known(real.shape, said.shape) != _known(said.shape, said.shape):
-            return f"output {i} has shape {list(real.shape)} instead of {list(said.shape)}"
-        if real.dtype != said.dtype:
-            return f"output {i} is {dtype_name(real)} instead of {dtype_name(said)}"
+def _strides_of(x: Tensor) -> tuple[int, ...]:
+    """The strides that matter: a dimension with one element may have any stride."""
+    return tuple(stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1) if x.numel() else ()
+
+
+def unlike_fake(outs: Sequence[Tensor], fake: Sequence[Tensor]) -> str:
+    """The first output whose shape or dtype is not what the fake kernel says."""
+    for i, (real, said) in enumerate(zip(outs, fake, strict=False)):
+        if found := difference(real, said, memory=False):
+            return f"output {i} has {found[0]} {found[1]}, but the fake kernel says {found[2]}"
     return ""
 
+
+# ---- compiled ----
+
+
+def compile(case: Case) -> str | None:  # noqa: A001 -- a check's name is its function's
+    """Compiled outputs, their strides, and gradients are the eager ones, for static and dynamic shapes."""
+    needs_tensors(case)
+    needs_literals(case)
+    needs_order(case)
+    remedy = (
+        "fix the fake kernel or the derivative, which a compiler traces: no .item(), no numpy, no attributes of ctx that the "
+        "forward did not set, and a right fake kernel for each operator that the backward calls"
+    )
+    for dynamic in (False, True):
+        where = f"torch.compile with {'dynamic' if dynamic else 'static'} shapes"
+        with quiet():
+            function = compiled(case, dynamic=dynamic)
+            try:
+                got = compiled_results(case, function)
+            except Exception as error:
+                case.fail(f"{where} raised {last_line(error)}", remedy)
+        case.expect(got, case.eager, f"under {where}", "eager gives", remedy)
+        for i, (out, eager) in enumerate(zip(got.outs, case.run(*case.fresh()), strict=True)):
+            if (found := difference(eager, out)) and found[0] == "strides":
+                case.fail(f"under {where} output {i} has strides {found[2]} instead of {found[1]}", remedy)
+    if case.derivative.status == "refused":
+        try:
+            with quiet():
+                case.gradients_of(case.fresh(), compiled(case))
+        except Exception:
+            return None
+        lost(case, "torch.compile")
+    return None
+
+
+@contextlib.contextmanager
+def quiet(**options: Any) -> Iterator[None]:
+    """No logs of compilers, and no suppressed errors."""
+    import torch._dynamo as dynamo
+
+    with dynamo.config.patch(suppress_errors=False, verbose=False, **options):
+        yield
+
+
+def compiled(case: Case, dynamic: bool | None = False) -> Function:
+    return torch.compile(case.function(), backend="aot_eager", fullgraph=True, dynamic=dynamic)
+
+
+def compiled_results(case: Case, function: Function, mark: Any = lambda tensors: tensors) -> Results:
+    """What a compiled function gives; `mark` marks its arguments."""
+    outs = [out.detach() for out in function(*mark(case.fresh(grad=case.has_derivative)))]
+    grads = case.gradients_of(case.fresh(), lambda *tensors: function(*mark(tensors))) if case.has_derivative else []
+    return Results(outs, grads)
+
+
+def lost(case: Case, where: str) -> NoReturn:
+    case.fail(
+        f"eager mode refuses the gradient with an error, but under {where} there is neither error nor gradient",
+        "refuse in a kernel at the Autograd key, which transforms and compilers see too",
+    )
+
+
+# ---- layouts, dtypes, sizes ----
 
 _ALLOCATE = (
     "allocate in the fake kernel what the kernel allocates: torch.empty_like(x) keeps the order of x's strides, "
@@ -175,10 +181,8 @@ def fake_layouts(case: Case) -> str | None:
         except Exception:
             continue
         tried.append(layout)
-        inputs = ", ".join(
-            f"{n} {list(x.shape)} of strides {x.stride()}" for n, x in zip(case.names, tensors, strict=True)
-        )
-        where = f"for inputs in {layout} layout ({inputs})"
+        inputs = (f"{n} {list(x.shape)} of strides {x.stride()}" for n, x in zip(case.names, tensors, strict=True))
+        where = f"for inputs in {layout} layout ({', '.join(inputs)})"
         try:
             fakes, fake = run_fake(case, tensors)
         except Outcome:
@@ -186,37 +190,25 @@ def fake_layouts(case: Case) -> str | None:
         except Exception as error:
             if [x.shape for x in tensors] != [x.shape for x in case.leaves]:
                 continue  # see fake_errors
-            fail(
-                f"{case.name}: {where} the fake kernel raised {last_line(error)}",
+            case.fail(
+                f"{where} the fake kernel raised {last_line(error)}",
                 "register a fake kernel (torch.library.register_fake) that accepts what the kernel accepts",
             )
         if len(fake) != len(outs):
-            fail(f"{case.name}: {where} the fake kernel gives {len(fake)} outputs, the kernel {len(outs)}", _ALLOCATE)
+            case.fail(f"{where} the fake kernel gives {len(fake)} outputs, the kernel {len(outs)}", _ALLOCATE)
         for i, (real, said) in enumerate(zip(outs, fake, strict=True)):
-            for what, a, b in (
-                ("shape", _known(real.shape, said.shape), _known(said.shape, said.shape)),
-                ("dtype", dtype_name(real), dtype_name(said)),
-                ("device", str(real.device), str(said.device)),
-                ("layout", str(real.layout), str(said.layout)),
-            ):
-                if a != b:
-                    fail(f"{case.name}: {where} output {i} has {what} {a}, but the fake kernel says {b}", _ALLOCATE)
-            known = all(isinstance(n, int) for n in (*said.shape, *said.stride()))
-            if real.layout == torch.strided and known and strides_of(real) != strides_of(said):
-                fail(
-                    f"{case.name}: {where} output {i} has strides {tuple(real.stride())}, but the fake kernel says "
-                    f"{tuple(said.stride())}",
-                    _ALLOCATE,
+            if found := difference(real, said):
+                case.fail(
+                    f"{where} output {i} has {found[0]} {found[1]}, but the fake kernel says {found[2]}", _ALLOCATE
                 )
+            if not real.numel() or not all(isinstance(n, int) for n in said.shape):
+                continue
             for x, f, name in zip(tensors, fakes, case.names, strict=True):
-                if (
-                    known
-                    and real.numel()
-                    and (storage_of(real) == storage_of(x)) != (storage_of(said) == storage_of(f))
-                ):
-                    fail(
-                        f"{case.name}: {where} output {i} {'shares' if storage_of(real) == storage_of(x) else 'does not share'} "
-                        f"the memory of {name}, but the fake kernel says otherwise",
+                shares = storage_of(real) == storage_of(x)
+                if shares != (storage_of(said) == storage_of(f)):
+                    case.fail(
+                        f"{where} output {i} {'shares' if shares else 'does not share'} the memory of {name}, but the fake "
+                        "kernel says otherwise",
                         "return a view in the fake kernel exactly where the kernel does",
                     )
     return f"in {', '.join(tried)} layout"
@@ -227,7 +219,7 @@ def _mixes(case: Case) -> Iterator[tuple[str, set[int]]]:
     argument."""
     arguments: dict[str, set[int]] = {}
     for i, (name, x) in enumerate(zip(case.names, case.leaves, strict=True)):
-        if x.is_floating_point() and not small(x):
+        if x.is_floating_point() and not is_small(x):
             arguments.setdefault(name.partition("[")[0], set()).add(i)
     count = len(arguments)
     for size in dict.fromkeys(size for few in range(3) for size in (count - few, few) if size > 0):
@@ -238,9 +230,9 @@ def _mixes(case: Case) -> Iterator[tuple[str, set[int]]]:
 def fake_dtypes(case: Case) -> str | None:
     """The fake kernel, and the operator's CPU kernel, give the dtypes of the kernel in float16, bfloat16, float64 and mixes."""
     needs_tensors(case)
-    if not any(x.is_floating_point() and not small(x) for x in case.leaves):
+    if not any(x.is_floating_point() and not is_small(x) for x in case.leaves):
         skip("no floating tensor argument")
-    host = None if case.reference else reference_of(case)
+    host = None if case.reference else case.reference_function
     taken = 0
     for dtype, (names, chosen) in itertools.product((torch.float16, torch.bfloat16, torch.float64), _mixes(case)):
 
@@ -248,99 +240,64 @@ def fake_dtypes(case: Case) -> str | None:
             return [x.to(dtype) if i in chosen else x for i, x in enumerate(case.fresh(**options))]
 
         try:
-            outs = plain(case, given())
+            outs = case.outputs(given())
         except Exception:  # not every operator supports the others
             continue
         taken += 1
         said = f"given {str(dtype).removeprefix('torch.')} {names}"
         try:
-            fake = run_fake(case, given())[1]
+            others = {"the fake kernel says": run_fake(case, given())[1]}
         except Outcome:
             raise
         except Exception as error:
-            fail(
-                f"{case.name}: {said} the kernel runs, but the fake kernel raised {last_line(error)}",
+            case.fail(
+                f"{said} the kernel runs, but the fake kernel raised {last_line(error)}",
                 "reject in the fake kernel only what the kernel rejects",
             )
-        others = {"the fake kernel says": fake}
         with contextlib.suppress(Exception):  # the check `reference` tests whether it runs there
-            others["the CPU kernel gives"] = plain(case, given(device="cpu"), host) if host else outs
+            others["the CPU kernel gives"] = case.outputs(given(device="cpu"), host) if host else outs
         for who, other in others.items():
             for i, (a, b) in enumerate(zip(outs, other, strict=True)):
                 if a.dtype != b.dtype:
-                    fail(
-                        f"{case.name}: {said} output {i} is {dtype_name(a)}, but {who} {dtype_name(b)}",
+                    case.fail(
+                        f"{said} output {i} is {dtype_name(a)}, but {who} {dtype_name(b)}",
                         "compute the dtype of an output from the dtypes of the arguments by the same rule in every kernel, real "
                         "and fake",
                     )
     return f"{taken} choices of dtypes taken"
 
 
-def _known(sizes: Sequence[int], said: Sequence[Any]) -> list[int | None]:
-    """The sizes that the fake kernel knows; it cannot know data-dependent ones."""
-    if len(sizes) != len(said):
-        return list(sizes)
-    return [n if isinstance(s, int) else None for n, s in zip(sizes, said, strict=True)]
+class _Symbolic:
+    """Fake tensors of a case whose sizes are all symbols."""
 
+    def __init__(self, case: Case) -> None:
+        from torch._dynamo.source import ConstantSource
 
-def _symbolic(case: Case, tensors: Sequence[Tensor]) -> tuple[FakeTensorMode, list[Tensor], list[list[Any]]]:
-    """Fake tensors whose sizes are all symbols, and the symbols."""
-    from torch._dynamo.source import ConstantSource
-
-    mode = fake_mode(case)
-    fakes = []
-    for i, x in enumerate(tensors):
-        context = StatelessSymbolicContext(
-            dynamic_sizes=[DimDynamic.DYNAMIC if size > 1 else DimDynamic.STATIC for size in x.shape],
-            constraint_sizes=[None] * x.dim(),
-        )
-        fakes.append(mode.from_tensor(x, source=ConstantSource(f"t{i}"), symbolic_context=context))
-    symbols = [[size.node.expr if isinstance(size, torch.SymInt) else None for size in f.shape] for f in fakes]
-    return mode, fakes, symbols
-
-
-def fake_dynamic(case: Case) -> str | None:
-    """The fake kernel, and the backward, keep sizes symbolic."""
-    if not case.schema.returns:
-        needs_tensors(case)
-    tensors = case.fresh()
-    if any(x.layout != torch.strided for x in tensors) or not sizes_of(tensors):
-        skip("no strided tensor of more than one element")
-    mode, fakes, symbols = _symbolic(case, tensors)
-    with mode, enable_python_dispatcher(), torch.no_grad():
-        outs = list(case.run(*fakes))
-    for i, (real, said) in enumerate(zip(case.expected, outs, strict=True)):
-        sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in said.shape]
-        if len(sizes) != real.dim() or any(n not in (None, m) for n, m in zip(sizes, real.shape, strict=True)):
-            fail(
-                f"{case.name}: with dynamic sizes the fake kernel says that output {i} has shape {sizes} instead of "
-                f"{list(real.shape)}",
-                "compute output shapes from x.shape alone",
+        self.case, self.mode, self.fakes = case, fake_mode(case), []
+        for i, x in enumerate(case.fresh()):
+            context = StatelessSymbolicContext(
+                dynamic_sizes=[DimDynamic.DYNAMIC if size > 1 else DimDynamic.STATIC for size in x.shape],
+                constraint_sizes=[None] * x.dim(),
             )
-    for name, d, size in _fixed(case, mode, tensors, symbols):
-        fail(
-            f"{case.name}: the fake kernel fixes dimension {d} of {name} to {size}, and the kernel takes other sizes; "
-            "every new size compiles again, and export with a dynamic dimension fails",
-            "do not turn sizes into Python numbers in the fake kernel (int(), //, if): use them as they are, and "
-            "check them with torch._check",
-        )
-    if case.derivative.status != "pass":
-        return None
-    taken = _Ints()
-    try:
-        with mode, enable_python_dispatcher(), taken:
-            gradients(case.run, case.leaf(fakes), case.wanted)
-    except Exception:
-        return "without its backward"  # compile runs it
-    for name, d, size in _fixed(case, mode, tensors, symbols, grad=True):
-        again = f"{case.name}: its backward fixes dimension {d} of {name} to {size}, although it takes other sizes; every new "
-        again += "size compiles again"
-        if int(size) in taken.by:
-            fail(
-                f"{again}: {taken.by[int(size)]} takes the size as an int", "write SymInt in its schema instead of int"
-            )
-        warn(again, "in setup_context and backward, use sizes as they are: no int(), and no Python loop over a size")
-    return "with its backward"
+            fake = self.mode.from_tensor(x, source=ConstantSource(f"t{i}"), symbolic_context=context)
+            self.fakes.append(fake)
+        self.symbols = [
+            [size.node.expr if isinstance(size, torch.SymInt) else None for size in fake.shape] for fake in self.fakes
+        ]
+
+    def fixed(self) -> Iterator[tuple[str, int]]:
+        """The dimensions whose symbols became numbers, although the operator accepts other sizes."""
+        case = self.case
+        for name, x, symbols in zip(case.names, case.leaves, self.symbols, strict=True):
+            for d, symbol in enumerate(symbols):
+                found = self.mode.shape_env.replacements.get(symbol) if symbol is not None else None
+                if found is None or not found.is_number:
+                    continue
+                # Not if it accepts no other size, or if the size is the number of outputs.
+                with contextlib.suppress(Exception):
+                    other = of_sizes(case.fresh(), {x.shape[d]: x.shape[d] + 1})
+                    if len(case.results(other).outs) == len(case.expected):
+                        yield f"dimension {d} of {name} to {found}", int(found)
 
 
 class _Ints(TorchDispatchMode):
@@ -358,25 +315,49 @@ class _Ints(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _fixed(
-    case: Case, mode: FakeTensorMode, tensors: list[Tensor], symbols: list[list[Any]], grad: bool = False
-) -> Iterator[tuple[str, int, int]]:
-    """The dimensions whose symbols became numbers, although the operator accepts other sizes."""
-    for name, x, each in zip(case.names, tensors, symbols, strict=True):
-        for d, symbol in enumerate(each):
-            found = mode.shape_env.replacements.get(symbol) if symbol is not None else None
-            if found is None or not found.is_number:
-                continue
-            # Not if it accepts no other size, or if the size is the number of outputs.
-            try:
-                other = resized(case.fresh(), x.shape[d], x.shape[d] + 1)
-                outs = plain(case, other)
-                if grad:
-                    gradients(case.run, case.leaf(other), case.wanted)
-            except Exception:
-                continue
-            if len(outs) == len(case.expected):
-                yield name, d, found
+def fake_dynamic(case: Case) -> str | None:
+    """The fake kernel, and the backward, keep sizes symbolic."""
+    if not case.schema.returns:
+        needs_tensors(case)
+    needs_sizes(case)
+    symbolic = _Symbolic(case)
+    with faking(symbolic.mode), torch.no_grad():
+        outs = list(case.run(*symbolic.fakes))
+    for i, (real, said) in enumerate(zip(case.expected, outs, strict=True)):
+        sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in said.shape]
+        if len(sizes) != real.dim() or any(n not in (None, m) for n, m in zip(sizes, real.shape, strict=True)):
+            case.fail(
+                f"with dynamic sizes the fake kernel says that output {i} has shape {sizes} instead of {list(real.shape)}",
+                "compute output shapes from x.shape alone",
+            )
+    for what, _ in symbolic.fixed():
+        case.fail(
+            f"the fake kernel fixes {what}, and the kernel takes other sizes; every new size compiles again, and export with "
+            "a dynamic dimension fails",
+            "do not turn sizes into Python numbers in the fake kernel (int(), //, if): use them as they are, and "
+            "check them with torch._check",
+        )
+    if not case.has_derivative:
+        return None
+    taken = _Ints()
+    try:
+        with faking(symbolic.mode), taken:
+            case.gradients_of(symbolic.fakes)
+    except Exception:
+        return "without its backward"  # compile runs it
+    for what, size in symbolic.fixed():
+        again = f"its backward fixes {what}, although it takes other sizes; every new size compiles again"
+        if size in taken.by:
+            case.fail(
+                f"{again}: {taken.by[size]} takes the size as an int", "write SymInt in its schema instead of int"
+            )
+        case.warn(
+            again, "in setup_context and backward, use sizes as they are: no int(), and no Python loop over a size"
+        )
+    return "with its backward"
+
+
+# ---- wrong inputs ----
 
 
 def fake_errors(case: Case) -> str | None:
@@ -387,7 +368,7 @@ def fake_errors(case: Case) -> str | None:
         real = fake = None
         case.trying(what)
         try:
-            plain(case, tensors)
+            case.outputs(tensors)
         except Exception as error:
             real = error
         try:
@@ -397,54 +378,44 @@ def fake_errors(case: Case) -> str | None:
         except Exception as error:
             fake = error
         if fake and not real:
-            fail(
-                f"{case.name}: given {what} the kernel runs, but the fake kernel raised {last_line(fake)}",
+            case.fail(
+                f"given {what} the kernel runs, but the fake kernel raised {last_line(fake)}",
                 "reject in the fake kernel what the kernel rejects, and nothing else; if the kernel cannot compute with such "
                 "inputs, check them there too",
             )
         if real and not fake:
             notes.append(f"given {what} the kernel raised {last_line(real)}, and the fake kernel takes it")
-        elif real and fake and _sentence(real) != _sentence(fake):
+        elif real and fake and str(real).strip().partition("\n")[0] != str(fake).strip().partition("\n")[0]:
             notes.append(f"given {what} the kernel says {last_line(real)!r}, and the fake kernel {last_line(fake)!r}")
         else:
             agreed += real is not None
     if notes:
-        warn(
-            f"{case.name}: {notes[0]}" + (f" (and {len(notes) - 1} more such)" if len(notes) > 1 else ""),
+        case.warn(
+            notes[0] + (f" (and {len(notes) - 1} more such)" if len(notes) > 1 else ""),
             "check the arguments in the fake kernel as the kernel does, with the same messages (torch._check), so "
             "that a compiled program fails at compile time, with the message of eager mode",
         )
     return f"{agreed} refusals agree"
 
 
-def _sentence(error: BaseException) -> str:
-    """The first line, without what a compiler adds around it."""
-    return (str(error).strip().splitlines() or [""])[0]
-
-
 def _wrong_inputs(case: Case) -> Iterator[tuple[str, list[Tensor]]]:
-    count = len(case.leaves)
-    for i, name in enumerate(case.names):
-        x = case.leaves[i]
+    """The sample with one tensor of another shape, dtype or device."""
+    several = len(case.leaves) > 1
+    for i, (name, x) in enumerate(zip(case.names, case.leaves, strict=True)):
+        changes: list[tuple[str, Any]] = []
         if x.dim() and x.layout == torch.strided:
-            for d in {0, x.dim() - 1}:
-                tensors = case.fresh()
-                tensors[i] = resized([tensors[i].movedim(d, 0)], -1, 0)[0]
-                tensors[i] = torch.cat([tensors[i], tensors[i][:1]]).movedim(0, d)
-                if count > 1:
-                    yield f"{name} of shape {list(tensors[i].shape)}", tensors
+            for d in {0, x.dim() - 1} if several else ():
+                first = x.narrow(d, 0, min(1, x.shape[d]))
+                changes.append((f"{name} of shape ", lambda x, d=d, first=first: torch.cat([x, first.to(x.device)], d)))
+            changes.append((f"{name} of shape ", lambda x: x.unsqueeze(0).repeat(2, *[1] * x.dim())))
+            changes.append((f"a zero-dimensional {name}", lambda x: x.flatten()[0].clone() if x.numel() else x))
+        for dtype in (torch.int64, torch.float64, torch.bfloat16) if several else (torch.int64,):
+            if dtype != x.dtype:
+                what = f"{name} of {str(dtype).removeprefix('torch.')}"
+                changes.append((what, lambda x, dtype=dtype: x.to(dtype)))
+        if several and case.device.type != "cpu" and x.dim():
+            changes.append((f"a {name} on cpu", lambda x: x.cpu()))
+        for what, change in changes:
             tensors = case.fresh()
-            tensors[i] = tensors[i].unsqueeze(0).repeat(2, *[1] * x.dim())
-            yield f"{name} of shape {list(tensors[i].shape)}", tensors
-            tensors = case.fresh()
-            tensors[i] = tensors[i].flatten()[0].clone() if x.numel() else tensors[i]
-            yield f"a zero-dimensional {name}", tensors
-        for dtype in (torch.int64, torch.float64, torch.bfloat16):
-            if dtype != x.dtype and (count > 1 or dtype == torch.int64):
-                tensors = case.fresh()
-                tensors[i] = tensors[i].to(dtype)
-                yield f"{name} of {str(dtype).removeprefix('torch.')}", tensors
-        if count > 1 and case.device.type != "cpu" and x.dim():
-            tensors = case.fresh()
-            tensors[i] = tensors[i].cpu()
-            yield f"a {name} on cpu", tensors
+            tensors[i] = change(tensors[i])
+            yield what + str(list(tensors[i].shape)) * what.endswith("shape "), tensors

@@ -9,31 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools.check.case import Case, cotangents, differentiable, last_line
-from openreg_tools.check.checks.common import (
-    differs,
-    dtype_name,
-    fail,
-    needs_derivative,
-    padded,
-    permuted,
-    plain,
-    refuse,
-    refused,
-    reversed_in,
-    skip,
-    stepped,
-    unaligned,
-    warn,
-)
-from openreg_tools.check.checks.fakes import strides_of
+from openreg_tools.check.case import Case, cotangents, last_line, refuse, skip, unlike_gradients
+from openreg_tools.check.checks.common import needs_derivative, needs_order, refused
+from openreg_tools.check.checks.fakes import difference, faking
+from openreg_tools.core.compare import differs, dtype_name, has_numbers
+from openreg_tools.core.variations import channels_last, padded, permuted, reversed_in, stepped, unaligned
 
 Given = Callable[[list[Tensor]], list[Tensor | None]]
 
@@ -49,46 +33,37 @@ class _FakesCompared(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.wrong or func.namespace in ("aten", "prim", "prims"):
             return func(*args, **kwargs)
-        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-        fakes = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        with faking() as mode:  # before the kernel, which may write to them
+            fakes = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, (args, kwargs))
         out = func(*args, **kwargs)
         name = func.name().removesuffix(".default")
-        arrived = ", ".join(
-            f"{list(x.shape)} of strides {x.stride()}" for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
-        )
+        given = f"(given {', '.join(f'{list(x.shape)} of strides {x.stride()}' for x in tensors)})"
         try:
-            with mode, enable_python_dispatcher():
+            with faking(mode):
                 said = func(*fakes[0], **fakes[1])
         except Exception as error:
             if self.raising:
-                self.wrong = f"{name} runs, but its fake kernel raised {last_line(error)} (given {arrived})"
+                self.wrong = f"{name} runs, but its fake kernel raised {last_line(error)} {given}"
             self.raised = True
             return out
-        for i, (a, b) in enumerate(zip(tree_leaves(out), tree_leaves(said), strict=False)):
-            if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.layout == b.layout == torch.strided):
-                continue
-            if not all(isinstance(n, int) for n in (*b.shape, *b.stride())):
-                continue  # it depends on data
-            for what, has, says in (
-                ("shape", list(a.shape), list(b.shape)),
-                ("dtype", dtype_name(a), dtype_name(b)),
-                ("strides", strides_of(a), strides_of(b)),
-            ):
-                if has != says:
-                    self.wrong = (
-                        f"output {i} of {name} has {what} {has}, but its fake kernel says {says} (given {arrived})"
-                    )
-                    return out
+        pairs = zip(tree_leaves(out), tree_leaves(said), strict=False)
+        for i, (real, fake) in enumerate(pairs):
+            if isinstance(real, Tensor) and isinstance(fake, Tensor) and (found := difference(real, fake)):
+                self.wrong = (
+                    f"output {i} of {name} has {found[0]} {found[1]}, but its fake kernel says {found[2]} {given}"
+                )
+                break
         return out
 
-
-def _trusted(fakes: _FakesCompared, where: str) -> None:
-    if fakes.wrong:
-        fail(
-            f"{where} {fakes.wrong}; a compiled program trusts the fake kernel",
-            "allocate in that fake kernel what its kernel allocates: torch.empty_like(grad) follows the strides of grad, "
-            "x.new_empty(x.shape) is contiguous",
-        )
+    def report(self, case: Case, where: str) -> None:
+        """Fail if a fake kernel differs."""
+        if self.wrong:
+            case.fail(
+                f"{where} {self.wrong}; a compiled program trusts the fake kernel",
+                "allocate in that fake kernel what its kernel allocates: torch.empty_like(grad) follows the strides of grad, "
+                "x.new_empty(x.shape) is contiguous",
+            )
 
 
 def _pull(
@@ -126,20 +101,6 @@ def _steady(case: Case) -> list[Tensor | None]:
     return first
 
 
-def _which(case: Case) -> list[str]:
-    return [name for name, flag in zip(case.names, case.wanted, strict=True) if flag]
-
-
-def _unlike(
-    names: Sequence[str], got: Sequence[Tensor | None], expected: Sequence[Tensor | None], coarse: float = 0
-) -> str:
-    """The first gradient that differs, as "the gradient of x differs …"."""
-    for name, a, e in zip(names, got, expected, strict=True):
-        if wrong := differs([a], [e], coarse=coarse):
-            return f"the gradient of {name} {wrong.removeprefix('output 0 ')}"
-    return ""
-
-
 # ---- layouts of the incoming gradient ----
 
 
@@ -158,7 +119,6 @@ def _spread(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 def _arrivals(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The gradient x as programs send it."""
-    every = range(x.dim())
     if x.layout != torch.strided or not x.numel():
         return
     yield "a slice of a wider one, as after cat or split", padded(x)
@@ -170,64 +130,64 @@ def _arrivals(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     if x.dim():
         yield "a slice with an offset, as after cat along dimension 0", torch.cat([-x, x])[len(x) :]
         yield "contiguous, one element into its memory, which is not aligned to 16 bytes", unaligned(x)
-        yield "expanded with strides of 0, as after sum()", _spread(x, every)
+        yield "expanded with strides of 0, as after sum()", _spread(x, range(x.dim()))
     if x.dim() > 1:
         yield "expanded along dimension 0, as after sum(0)", _spread(x, [0])
         yield "expanded along the last dimension, as after sum(-1)", _spread(x, [x.dim() - 1])
     if x.dim() in (4, 5):
-        yield "channels-last", x.contiguous(memory_format=(torch.channels_last, torch.channels_last_3d)[x.dim() - 4])
+        yield "channels-last", channels_last(x)
 
 
 def gradient_layouts(case: Case) -> str | None:
     """The backward reads a gradient that is sliced, transposed, expanded or undefined, and its fake kernels do."""
     whole = _steady(case)
-    names = _which(case)
-    outs = [k for k, out in enumerate(case.run(*case.fresh(grad=True))) if out.requires_grad]
     fakes = _FakesCompared()
-
-    def alone(k: int) -> Given:
-        return lambda outs: [g if i == k else None for i, g in enumerate(cotangents(outs))]
-
     remedy = (
         "gradients arrive with any strides: the backward, or the operator that it calls, must read them by their strides or "
         "start from grad.contiguous()"
     )
-    rejects = ""
-    parts = [_pull(case, case.fresh(), case.wanted, alone(k), fakes=fakes) for k in range(len(outs))]
-    _trusted(fakes, f"{case.name}: in its backward")
+    differentiated = [k for k, out in enumerate(case.run(*case.fresh(grad=True))) if out.requires_grad]
+
+    def pull(k: int, g: Tensor | None, others: bool, fakes: _FakesCompared | None = None) -> list[Tensor | None]:
+        """The gradients if output k gets this gradient, and the others theirs, or none."""
+
+        def given(outs: list[Tensor]) -> list[Tensor | None]:
+            made = cotangents(outs)
+            return [(c if g is None else g) if i == k else c if others else None for i, c in enumerate(made)]
+
+        return _pull(case, case.fresh(), case.wanted, given, fakes=fakes)
+
+    count = len(differentiated)
+    parts = [pull(k, None, False, fakes) for k in range(count)]
+    fakes.report(case, "in its backward")
     fakes.raising = not fakes.raised
-    if len(outs) > 1:
+    if count > 1:
         sums = [sum((g for g in each if g is not None), torch.zeros(())) for each in zip(*parts, strict=True)]
         sums = [None if g is None else s.to(g.device) for g, s in zip(whole, sums, strict=True)]
-        if wrong := _unlike(names, sums, whole, 1e-4):
-            fail(
-                f"{case.name}: backward through one output at a time, so that the gradients of the others are undefined, "
-                f"adds up to other numbers than backward through all: {wrong}",
+        if wrong := unlike_gradients(case.asked, sums, whole, coarse=1e-4):
+            case.fail(
+                "backward through one output at a time, so that the gradients of the others are undefined, adds up to other "
+                f"numbers than backward through all: {wrong}",
                 "take an undefined gradient (None) for zeros, or leave set_materialize_grads on, which fills in zeros",
             )
-    made = cotangents([out for out in case.run(*case.fresh(grad=True)) if out.requires_grad])
-    for k, given in enumerate(made):
-        for how, arriving in _arrivals(given):
-            straight = arriving.clone(memory_format=torch.contiguous_format)
-
-            def send(g: Tensor, k: int = k) -> Given:
-                return lambda outs: [g if i == k else c for i, c in enumerate(cotangents(outs))]
-
-            expected = _pull(case, case.fresh(), case.wanted, send(straight))
-            which = "the gradient" if len(outs) == 1 else f"the gradient of output {outs[k]}"
-            where = f"{case.name}: {which} is {how} (shape {list(arriving.shape)}, strides {arriving.stride()})"
-            try:
-                got = _pull(case, case.fresh(), case.wanted, send(arriving), fakes=fakes)
-            except Exception as error:
-                if refused(error) or "contiguous" in str(error) and "view size" not in str(error):
-                    rejects = rejects or f"{where}: backward rejects it: {last_line(error)}"
-                    continue
-                fail(f"{where}: backward raised {last_line(error)}", remedy)
-            if wrong := _unlike(names, got, expected):
-                fail(f"{where}: {wrong}, which a contiguous gradient of equal values gives", remedy)
-            _trusted(fakes, f"{where}:")
+    rejects = ""
+    made = cotangents([case.expected[k] for k in differentiated])
+    for k, (how, arriving) in ((k, way) for k, given in enumerate(made) for way in _arrivals(given)):
+        expected = pull(k, arriving.clone(memory_format=torch.contiguous_format), True)
+        which = "the gradient" if count == 1 else f"the gradient of output {differentiated[k]}"
+        where = f"{which} is {how} (shape {list(arriving.shape)}, strides {arriving.stride()})"
+        try:
+            got = pull(k, arriving, True, fakes)
+        except Exception as error:
+            if refused(error) or "contiguous" in str(error) and "view size" not in str(error):
+                rejects = rejects or f"{where}: backward rejects it: {last_line(error)}"
+                continue
+            case.fail(f"{where}: backward raised {last_line(error)}", remedy)
+        if wrong := unlike_gradients(case.asked, got, expected):
+            case.fail(f"{where}: {wrong}, which a contiguous gradient of equal values gives", remedy)
+        fakes.report(case, f"{where}:")
     if rejects:
-        warn(rejects, "accept it: start from grad.contiguous()")
+        case.warn(rejects, "accept it: start from grad.contiguous()")
     return None
 
 
@@ -236,7 +196,7 @@ def gradient_layouts(case: Case) -> str | None:
 
 def frozen_arguments(case: Case) -> str | None:
     """The gradient of an argument is the same whichever other arguments require one."""
-    whole = dict(zip([i for i, flag in enumerate(case.wanted) if flag], _steady(case), strict=True))
+    whole = dict(zip(case.of(range(len(case.leaves))), _steady(case), strict=True))
     if len(whole) < 2:
         skip("one argument is differentiable")
     remedy = (
@@ -246,23 +206,23 @@ def frozen_arguments(case: Case) -> str | None:
     chosen = [(i,) for i in whole]
     if 2 < len(whole) <= 5:
         chosen += itertools.combinations(whole, len(whole) - 1)
-    refusals = []
+    refusal = ""
     for some in chosen:
         names = [case.names[i] for i in some]
-        where = f"{case.name}: if only {' and '.join(names)} require{'' if len(names) > 1 else 's'} a gradient"
+        where = f"if only {' and '.join(names)} require{'' if len(names) > 1 else 's'} a gradient"
         fakes = _FakesCompared()
         try:
             got = _pull(case, case.fresh(), [i in some for i in range(len(case.leaves))], fakes=fakes)
         except Exception as error:
             if refused(error):
-                refusals.append(f"{where}: {last_line(error)}")
+                refusal = refusal or f"{case.name}: {where}: {last_line(error)}"
                 continue
-            fail(f"{where}, backward raised {last_line(error)}", remedy)
-        if wrong := _unlike(names, got, [whole[i] for i in some]):
-            fail(f"{where}, {wrong}, which backward gives when every argument requires one", remedy)
-        _trusted(fakes, f"{where},")
-    if refusals:
-        refuse(refusals[0])
+            case.fail(f"{where}, backward raised {last_line(error)}", remedy)
+        if wrong := unlike_gradients(names, got, [whole[i] for i in some]):
+            case.fail(f"{where}, {wrong}, which backward gives when every argument requires one", remedy)
+        fakes.report(case, f"{where},")
+    if refusal:
+        refuse(refusal)
     return None
 
 
@@ -272,11 +232,10 @@ def frozen_arguments(case: Case) -> str | None:
 def broadcast_gradients(case: Case) -> str | None:
     """The gradient of an argument that is broadcast is summed to the argument's shape."""
     needs_derivative(case)
-    if case.seeded:
-        skip("its numbers are random")
+    needs_order(case)
     remedy = "sum it over the dimensions that were broadcast: grad.sum_to_size(x.shape)"
     found = []
-    for at, i in enumerate(i for i, flag in enumerate(case.wanted) if flag):
+    for at, i in enumerate(case.of(range(len(case.leaves)))):
         shape = tuple(case.leaves[i].shape)
         ones = [(*shape[:d], 1, *shape[d + 1 :]) for d, size in enumerate(shape) if size > 1]
         for small in dict.fromkeys((*ones, (1,) * len(shape), shape[1:], ())) if case.leaves[i].numel() > 1 else ():
@@ -285,9 +244,9 @@ def broadcast_gradients(case: Case) -> str | None:
             tensors[i] = _roomy(tensors[i][start].reshape(small), shape)
             full[i] = tensors[i].expand(shape).contiguous()
             case.trying(f"{case.names[i]} of shape {list(small)}")
-            what = f"{case.name}: {case.names[i]} of shape {list(small)} is broadcast to {list(shape)}"
+            what = f"{case.names[i]} of shape {list(small)} is broadcast to {list(shape)}"
             try:
-                if differs(plain(case, tensors), plain(case, full)):
+                if differs(case.outputs(tensors), case.outputs(full)):
                     continue  # it does not broadcast
             except Exception:
                 continue
@@ -299,9 +258,9 @@ def broadcast_gradients(case: Case) -> str | None:
             except Exception as error:
                 if refused(error):
                     continue
-                fail(f"{what}, and backward raised {last_line(error)}", remedy)
-            if wrong := _unlike(_which(case), got, expected, 0 if case.wide else 1e-3):
-                fail(f"{what}, and {wrong}, which the sum over the broadcast dimensions gives", remedy)
+                case.fail(f"{what}, and backward raised {last_line(error)}", remedy)
+            if wrong := unlike_gradients(case.asked, got, expected, coarse=0 if case.wide else 1e-3):
+                case.fail(f"{what}, and {wrong}, which the sum over the broadcast dimensions gives", remedy)
             found.append(f"{case.names[i]} {list(small)}")
     if not found:
         skip("it does not broadcast")
@@ -368,44 +327,37 @@ def _bytes(memory: StorageWeakRef, case: Case) -> Tensor:
 
 def _other(x: Tensor) -> Tensor:
     """Other values; the same integers in another order, because they may be indices."""
-    return -3 * x - 1 if differentiable(x) else reversed_in(x)
+    return -3 * x - 1 if has_numbers(x) else reversed_in(x)
 
 
 def saved_tensors(case: Case) -> str | None:
     """What its backward needs is saved with save_for_backward."""
     expected = _steady(case)
-    names = _which(case)
     remedy = (
         "save tensors with ctx.save_for_backward(…) (in C++ ctx->save_for_backward({…})) as they are, without detach() "
         "through .data; not as attributes of ctx, in saved_data, in a closure or in a global"
     )
+    unseen = "saved_tensors_hooks, checkpointing and offloading do not see it"
     kept, computed = _kept(case, case.fresh())
     cached, _ = _kept(case, case.fresh(), grad=False)
     kept = [name for name in kept if name not in cached]
-    for name in kept:
-        if name.startswith("output "):
-            fail(
-                f"{case.name}: it keeps {name} for backward without save_for_backward: the output and its graph refer to each "
-                "other, so their memory leaks, and saved_tensors_hooks, checkpointing and offloading do not see it",
-                remedy,
-            )
+    if name := next((name for name in kept if name.startswith("output ")), ""):
+        case.fail(
+            f"it keeps {name} for backward without save_for_backward: the output and its graph refer to each other, so their "
+            f"memory leaks, and {unseen}",
+            remedy,
+        )
     if computed:
-        with_other, again = _kept(case, [_other(x) if differentiable(x) else x for x in case.fresh()])
+        _, again = _kept(case, [_other(x) if has_numbers(x) else x for x in case.fresh()])
         for name, held in computed.items():
             if name in again and not torch.equal(held, again[name]):
-                fail(
-                    f"{case.name}: it keeps {name} for backward without save_for_backward, so saved_tensors_hooks, "
-                    "checkpointing and offloading do not see it",
-                    remedy,
-                )
+                case.fail(f"it keeps {name} for backward without save_for_backward, so {unseen}", remedy)
     changes: dict[str, Callable[[list[Tensor], Sequence[Tensor]], Any]] = {}
     for i, name in enumerate(case.names):
         changes[f"changing {name} in place"] = lambda tensors, outs, i=i: tensors[i].copy_(_other(tensors[i]))
     for k in range(len(case.expected)):
         changes[f"changing output {k} in place"] = lambda tensors, outs, k=k: outs[k].copy_(_other(outs[k]))
-    changes["another call, of other values,"] = lambda tensors, outs: case.run(
-        *[_other(x).requires_grad_(flag) for x, flag in zip(tensors, case.wanted, strict=True)]
-    )
+    changes["another call, of other values,"] = lambda tensors, outs: case.run(*case.leaf(map(_other, tensors)))
     for what, change in changes.items():
         tensors = case.fresh()
 
@@ -417,12 +369,11 @@ def saved_tensors(case: Case) -> str | None:
             got = _pull(case, tensors, case.wanted, between=between)
         except Exception:  # such as PyTorch's error for a saved tensor that was modified
             continue
-        if wrong := _unlike(names, got, expected):
-            fail(f"{case.name}: after {what} between forward and backward, without an error, {wrong}", remedy)
+        if wrong := unlike_gradients(case.asked, got, expected):
+            case.fail(f"after {what} between forward and backward, without an error, {wrong}", remedy)
     if kept:
-        warn(
-            f"{case.name}: it keeps {kept[0]} for backward without save_for_backward, which holds its memory; "
-            "saved_tensors_hooks, checkpointing and offloading do not see it",
+        case.warn(
+            f"it keeps {kept[0]} for backward without save_for_backward, which holds its memory; {unseen}",
             "keep only what backward needs, such as x.shape; " + remedy,
         )
     return None

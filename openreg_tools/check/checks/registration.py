@@ -10,14 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from openreg_tools.check.case import Case, Outcome, attached, last_line
-from openreg_tools.check.checks.common import dtype_name, fail, is_symbolic, resized, scaled, sizes_of, skip, warn
+from openreg_tools.check.case import Case, Outcome, attached, last_line, skip
+from openreg_tools.check.checks.common import is_symbolic, needs_order, scaled
 from openreg_tools.check.checks.derivatives import derivative, gradcheck
-from openreg_tools.check.checks.fakes import fake_mode, run_fake
-from openreg_tools.samples import Sample
+from openreg_tools.check.checks.fakes import fake_mode, faking, run_fake, unlike_fake
+from openreg_tools.core.samples import Sample
+from openreg_tools.core.variations import of_sizes, sizes_of
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
 
 # ---- outputs that are not tensors ----
 
@@ -34,36 +39,44 @@ def _other_inputs(case: Case) -> Iterator[tuple[str, list[Tensor]]]:
             tensors[i] = (~flat if flat.dtype == torch.bool else flat.roll(1)).view(tensors[i].shape)
             yield f"other values of {name}", tensors
     for size in sizes_of(case.leaves) if all(x.layout == torch.strided for x in case.leaves) else ():
-        yield f"sizes of {size + 1} instead of {size}", resized(case.fresh(), size, size + 1)
+        yield f"sizes of {size + 1} instead of {size}", of_sizes(case.fresh(), {size: size + 1})
+
+
+def _numbers(case: Case, tensors: list[Tensor]) -> list[Any]:
+    """The outputs that are not tensors, of a call on these tensors."""
+    args, kwargs = case.arguments(tensors)
+    with torch.no_grad():
+        out = case.op(*args, **kwargs)
+    outs = (out,) if len(case.schema.returns) == 1 else out or ()
+    kinds = [str(each.type) for each in case.schema.returns]
+    return tree_leaves([value for value, kind in zip(outs, kinds, strict=True) if "Tensor" not in kind])
 
 
 def fake_numbers(case: Case) -> str | None:
     """The fake kernel gives the kernel's numbers (int, float, bool), or new symbols, for other inputs too."""
     if all("Tensor" in str(each.type) for each in case.schema.returns):
         skip("it returns no number")
-    if case.seeded:
-        skip("its numbers are random")
+    needs_order(case)
     tried = 0
     for what, tensors in _other_inputs(case):
-        mode = fake_mode(case, static_shapes=True)
-        with mode, enable_python_dispatcher():
+        with faking(fake_mode(case, static_shapes=True)) as mode:
             fakes = [mode.from_tensor(x) for x in tensors]
         try:
-            numbers = case.numbers(tensors)
+            numbers = _numbers(case, tensors)
         except Exception:  # not every operator accepts the others
             continue
         try:
-            with mode, enable_python_dispatcher():
-                said = case.numbers(fakes)
+            with faking(mode):
+                said = _numbers(case, fakes)
         except Exception as error:
             skip(f"the fake kernel gives no number: {last_line(error)}")
         tried += 1
         for i, (real, fake) in enumerate(zip(numbers, said, strict=True)):
             known = not isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)) or fake.node.has_hint()
             if known and not _same(real, getattr(getattr(fake, "node", None), "hint", fake)):
-                fail(
-                    f"{case.name}: given {what} number {i} of its outputs is {real}, but the fake kernel says {fake}, which "
-                    "a compiled program takes for the result of every call",
+                case.fail(
+                    f"given {what} number {i} of its outputs is {real}, but the fake kernel says {fake}, which a compiled "
+                    "program takes for the result of every call",
                     "in the fake kernel, return torch.library.get_ctx().new_dynamic_size() for an int that depends on "
                     "values, and compute one that depends on sizes from x.shape as the kernel does; return any other "
                     "number as a tensor of no dimension",
@@ -82,23 +95,19 @@ def _same(a: Any, b: Any) -> bool:
 
 def effects(case: Case) -> str | None:
     """Compilers keep its calls: it returns or writes something, or is registered as effectful."""
+    from torch._library.utils import is_impure
+
     if case.schema.returns or case.mutable:
         skip("it returns or writes something")
     if case.composite:
         skip("compilers keep the operators that it is made of")
-    if not _impure(case):
-        fail(
-            f"{case.name}: it returns nothing, and its schema says that it writes nothing, so compilers remove its calls",
+    if not is_impure(case.op):
+        case.fail(
+            "it returns nothing, and its schema says that it writes nothing, so compilers remove its calls",
             "declare what it writes (Tensor(a!) x in the schema, mutates_args in custom_op); for an effect outside of its "
             f'arguments: torch.library._register_effectful_op("{case.name}", torch._library.effects.EffectType.ORDERED)',
         )
     return "registered as effectful"
-
-
-def _impure(case: Case) -> bool:
-    from torch._library.utils import is_impure
-
-    return is_impure(case.op)
 
 
 # ---- arguments with a default ----
@@ -119,8 +128,8 @@ _VALUES = {
 
 def _another(argument: Any, case: Case) -> Any:
     """A value unlike an argument's default; None if there is none. Only fake kernels get it, unless it is a bool."""
-    kind = str(argument.type).removeprefix("Optional[").removesuffix("]" if "Optional" in str(argument.type) else "")
-    kind, default = kind.replace("SymInt", "int"), argument.default_value
+    kind = re.sub(r"^Optional\[(.*)\]$", r"\1", str(argument.type)).replace("SymInt", "int")
+    default = argument.default_value
     if isinstance(default, bool):
         return not default
     if isinstance(default, (int, float)) and kind in ("int", "float", "number"):
@@ -130,9 +139,9 @@ def _another(argument: Any, case: Case) -> Any:
     if kind == "Tensor":
         return case.fresh()[0] if case.leaves else None
     if kind.startswith("List["):
-        value = _VALUES.get(kind[5:-1])
-        plain = all(isinstance(each, (int, float)) for each in default or ())
-        return [each + 1 for each in default] if default and plain else None if value is None else [value]
+        if default and all(isinstance(each, (int, float)) for each in default):
+            return [each + 1 for each in default]
+        return [_VALUES[kind[5:-1]]] if kind[5:-1] in _VALUES else None
     return _VALUES.get(kind)
 
 
@@ -143,8 +152,7 @@ def defaults(case: Case) -> str | None:
         skip("no argument has a default")
     calls: list[tuple[str, dict[str, Any], bool]] = [("which omits its arguments with a default", {}, True)]
     for argument in optional:
-        value = _another(argument, case)
-        if value is not None:
+        if (value := _another(argument, case)) is not None:
             shown = "a tensor" if isinstance(value, Tensor) else repr(value)
             calls.append((f"with {argument.name}={shown}", {argument.name: value}, isinstance(value, bool)))
     names = {each.name for each in optional}
@@ -159,17 +167,18 @@ def defaults(case: Case) -> str | None:
         for place, run in _places(case).items():
             tensors = case.fresh()
             try:
-                with fake_mode(case, static_shapes=True) as mode, enable_python_dispatcher():
+                with faking(fake_mode(case, static_shapes=True)) as mode:
                     given = {k: mode.from_tensor(x) if isinstance(x, Tensor) else x for k, x in changes.items()}
                     call = functools.partial(_call, case, names, given)
                     said = run(call, [mode.from_tensor(x) for x in tensors])
             except Exception as error:
                 _unless_accepted(case, what, place, error)
                 continue
-            wrong = _unlike(real, said) if place == "the fake kernel" and real is not None else ""
-            if wrong and not _unlike(case.expected, run_fake(case, case.fresh())[1]):  # fake_layouts has the sample
-                fail(
-                    f"{case.name}: in a call {what}, {wrong}",
+            compared = place == "the fake kernel" and real is not None
+            wrong = unlike_fake(_tensors(real), _tensors(said)) if compared else ""
+            if wrong and not unlike_fake(case.expected, run_fake(case, case.fresh())[1]):  # fake_layouts has the sample
+                case.fail(
+                    f"in a call {what}, {wrong}",
                     "compute the outputs' shapes and dtypes in the fake kernel from every argument",
                 )
     for argument in optional:
@@ -180,14 +189,12 @@ def defaults(case: Case) -> str | None:
 
 def _gradient_with(case: Case, name: str, value: float) -> None:
     """Fail if the gradient is right for the sample, and wrong for another value of an argument."""
-    if case.derivative.status != "pass" or case.intended or case.mutable:
+    if not case.has_derivative or case.intended or case.mutable:
         return
-    args, kwargs = case.sample.args, case.sample.kwargs
-    given = dict(zip((each.name for each in case.schema.arguments), args, strict=False)) | kwargs | {name: value}
-    every = [(each, given.get(each.name, each.default_value)) for each in case.schema.arguments]
+    every = [(each, value if each.name == name else case.value(each.name)) for each in case.schema.arguments]
     positional = [x for each, x in every if not each.kwarg_only]
     sample = Sample(*positional, **{each.name: x for each, x in every if each.kwarg_only})
-    other = Case(case.op, sample, str(case.device), None, derivative)
+    other = Case(case.op, sample, case.device, differentiate=derivative)
     try:
         gradcheck(case)
     except Outcome:
@@ -196,8 +203,8 @@ def _gradient_with(case: Case, name: str, value: float) -> None:
         gradcheck(other)
     except Outcome as outcome:
         if outcome.status == "fail":
-            fail(
-                f"{case.name}: with {name}={value!r}, {outcome.sentence.partition(': ')[2]}",
+            case.fail(
+                f"with {name}={value!r}, {outcome.sentence.partition(': ')[2]}",
                 f"compute the backward from every argument; setup_context gets {name} among its inputs, or among "
                 "keyword_only_inputs",
             )
@@ -207,8 +214,7 @@ def _gradient_with(case: Case, name: str, value: float) -> None:
 
 def _call(case: Case, optional: set[str], changes: dict[str, Any], tensors: list[Tensor]) -> Any:
     """Call the operator with the sample's arguments, except that these changes replace those with a default."""
-    args, kwargs = case.arguments(tensors)
-    given = dict(zip((each.name for each in case.schema.arguments), args, strict=False)) | kwargs
+    given = case.given(tensors)
     if not changes:
         given = {name: value for name, value in given.items() if name not in optional}
     return case.op(**(given | changes))
@@ -219,7 +225,7 @@ def _places(case: Case) -> dict[str, Any]:
 
     def gradient(call: Any, tensors: list[Tensor]) -> None:
         leaves = case.leaf(tensors)
-        outs = attached(x for x in tree_leaves(call(leaves)) if isinstance(x, Tensor))
+        outs = attached(_tensors(call(leaves)))
         torch.autograd.grad(outs, case.of(leaves), [torch.ones_like(x) for x in outs], allow_unused=True)
 
     def batched(call: Any, tensors: list[Tensor]) -> None:
@@ -234,7 +240,7 @@ def _places(case: Case) -> dict[str, Any]:
             return call(tensors)
 
     places = {"the fake kernel": fake}
-    if case.derivative.status == "pass":
+    if case.has_derivative:
         places["the derivative"] = gradient
     if case.leaves and case.has_kernel("FuncTorchBatched"):
         places["the batching rule"] = batched
@@ -249,23 +255,11 @@ def _unless_accepted(case: Case, what: str, place: str, error: Exception) -> Non
     if not lacks and place in ("the derivative", "the batching rule") and "a tensor" not in what:
         lacks = isinstance(error, (ValueError, IndexError)) and _UNPACKED.search(str(error))
     if lacks:
-        fail(
-            f"{case.name}: in a call {what}, {place} raised {last_line(error)}",
+        case.fail(
+            f"in a call {what}, {place} raised {last_line(error)}",
             f"give {place} every argument of the schema, with the schema's default: the dispatcher passes an argument only "
             f"if it differs from its default. The schema is {case.schema}",
         )
-
-
-def _unlike(real: Any, said: Any) -> str:
-    """The first difference between outputs and fake ones, in shape and dtype."""
-    pairs = zip(*([x for x in tree_leaves(outs) if isinstance(x, Tensor)] for outs in (real, said)), strict=False)
-    for i, (a, b) in enumerate(pairs):
-        known = [n if isinstance(m, int) else m for n, m in zip(a.shape, b.shape, strict=False)]
-        if a.dim() != b.dim() or known != list(b.shape):
-            return f"output {i} has shape {list(a.shape)}, but the fake kernel says {list(b.shape)}"
-        if a.dtype != b.dtype:
-            return f"output {i} is {dtype_name(a)}, but the fake kernel says {dtype_name(b)}"
-    return ""
 
 
 # ---- sizes ----
@@ -276,45 +270,37 @@ def int_sizes(case: Case) -> str | None:
     ints = [each for each in case.schema.arguments if "int" in str(each.type) and not is_symbolic(case.op, each.name)]
     if not ints:
         skip("no argument is an int")
-    args, kwargs = case.arguments(case.fresh())
-    given = dict(zip((each.name for each in case.schema.arguments), args, strict=False)) | kwargs
     sizes = set(sizes_of(case.leaves))
     for argument in ints:
-        value = given.get(argument.name, argument.default_value)
-        for i, n in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+        value = case.value(argument.name)
+        is_list = isinstance(value, (list, tuple))
+        for i, n in enumerate(value if is_list else [value]):
             if not isinstance(n, int) or isinstance(n, bool) or n < 1:
                 continue
-            if isinstance(value, (list, tuple)):
-                other = [*value[:i], n + 1, *value[i + 1 :]]
-            else:
-                other = n + 1
-            dim = _size_of_output(case, given, argument.name, n, other)
+            other = [*value[:i], n + 1, *value[i + 1 :]] if is_list else n + 1
+            dim = _size_of_output(case, argument.name, n, other)
             if dim is None:
                 continue
-            sentence = (
-                f"{case.name}: {argument.name} is the size of {dim}, and the schema says int; a program that passes a "
-                "dynamic size, such as x.shape[0], compiles again for each value"
-            )
-            remedy = f"write SymInt {argument.name} in the schema, and c10::SymInt in a C++ kernel; the kernel may stay as it is"
             fixed = isinstance(argument.default_value, int) and n not in sizes
-            (warn if fixed else fail)(sentence, remedy)
+            (case.warn if fixed else case.fail)(
+                f"{argument.name} is the size of {dim}, and the schema says int; a program that passes a dynamic size, such "
+                "as x.shape[0], compiles again for each value",
+                f"write SymInt {argument.name} in the schema, and c10::SymInt in a C++ kernel; the kernel may stay as it is",
+            )
     return None
 
 
-def _size_of_output(case: Case, given: dict[str, Any], name: str, n: int, other: Any) -> str | None:
+def _size_of_output(case: Case, name: str, n: int, other: Any) -> str | None:
     """Which dimension of an output the fake kernel makes as long as the argument, and no other depends on it."""
     shapes = []
     for changes in ({}, {name: other}):
-        mode = fake_mode(case, static_shapes=True)
+        tensors = case.fresh()
         try:
-            with mode, enable_python_dispatcher(), torch.no_grad():
-                fakes = tree_map(
-                    lambda x, mode=mode: mode.from_tensor(x) if isinstance(x, Tensor) else x, given | changes
-                )
-                outs = case.op(**fakes)
+            with faking(fake_mode(case, static_shapes=True)) as mode, torch.no_grad():
+                outs = case.op(**(case.given(mode.from_tensor(x) for x in tensors) | changes))
         except Exception:
             return None
-        shapes.append([list(x.shape) for x in tree_leaves(outs) if isinstance(x, Tensor)])
+        shapes.append([list(x.shape) for x in _tensors(outs)])
     before, after = shapes
     if [len(shape) for shape in before] != [len(shape) for shape in after]:
         return None

@@ -20,13 +20,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from openreg_tools.check.case import Case, cotangents, differentiable, gradients, last_line
-from openreg_tools.check.checks.common import differs, fail, plain, resized, scaled, sizes_of, skip
+from openreg_tools.check.case import Case, Results, attached, cotangents, last_line, skip
+from openreg_tools.check.checks.common import scaled
 from openreg_tools.check.checks.machine import perturbed
 from openreg_tools.core import child
-from openreg_tools.samples import Sample
+from openreg_tools.core.compare import differs, has_numbers
+from openreg_tools.core.samples import Sample
+from openreg_tools.core.variations import of_sizes, sizes_of
 
 # ---- generators ----
+
+_REFUSES = (RuntimeError, NotImplementedError, TypeError, ValueError)
 
 
 def generator(case: Case) -> str | None:
@@ -39,92 +43,77 @@ def generator(case: Case) -> str | None:
     return None
 
 
+def _draw(case: Case, name: str, generator: torch.Generator | None) -> list[Tensor]:
+    """The numbers of a call with this generator: what it returns and writes."""
+    given = case.given(case.fresh()) | {name: generator}
+    with torch.no_grad():
+        out = case.op(**given)
+    found = tree_leaves((out, given) if case.mutable else out)
+    return [x.detach().clone() for x in found if isinstance(x, Tensor)]
+
+
 def _generator(case: Case, name: str) -> None:
     remedy = (
         f"draw every number from {name} if it is given: x.uniform_(generator={name}), torch.rand(…, generator={name})"
     )
-
-    def draw(value: torch.Generator | None, case: Case = case) -> list[Tensor]:
-        args, kwargs = _with(case, name, value, case.arguments(case.fresh()))
-        with torch.no_grad():
-            out = case.op(*args, **kwargs)
-        written = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)] if case.mutable else []
-        return [x.detach().clone() for x in (*tree_leaves(out), *written) if isinstance(x, Tensor)]
-
-    given, refusal = _given(case, name), ""
+    given, refusal = case.value(name), ""
     for device in [given.device] if isinstance(given, torch.Generator) else [case.device, torch.device("cpu")]:
         try:
             source = torch.Generator(device)
             torch.manual_seed(1)
-            first = draw(source.manual_seed(7))
+            first = _draw(case, name, source.manual_seed(7))
             break
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        except _REFUSES as error:
             refusal = refusal or f"it refuses a generator of {device}: {last_line(error)}"
     else:
         skip(refusal)
+
+    def seeded(seed: int, case: Case = case) -> list[Tensor]:
+        return _draw(case, name, source.manual_seed(seed))
+
+    def by_default(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        return _draw(case, name, None)
+
+    def follows(draw: Callable[[int], list[Tensor]], numbers: list[Tensor]) -> bool:
+        return any(differs(draw(seed), numbers) for seed in (8, 9, 10))
+
+    seeded(7)
     moved = not torch.equal(source.get_state(), torch.Generator(source.device).manual_seed(7).get_state())
     before = _global_states(case)
-    again = draw(source.manual_seed(7))
+    again = seeded(7)
     others = [device for device, state in _global_states(case).items() if not torch.equal(state, before[device])]
     torch.manual_seed(2)
-    if wrong := differs(draw(source.manual_seed(7)), first) or differs(again, first):
+    if wrong := differs(seeded(7), first) or differs(again, first):
         where = f": it draws from the global generator of {others[0]}" if others else ""
-        fail(f"{case.name}: with equal generators as {name} it gives different numbers{where} ({wrong})", remedy)
+        case.fail(f"with equal generators as {name} it gives different numbers{where} ({wrong})", remedy)
     if others:
-        fail(
-            f"{case.name}: given a generator as {name}, it also draws from the global generator of {others[0]}", remedy
-        )
-    follows = any(differs(draw(source.manual_seed(seed)), first) for seed in (8, 9, 10))
-    if follows and not moved:
-        fail(
-            f"{case.name}: the state of the generator {name} is the same after the call, so the next call gives the same "
-            "numbers again",
+        case.fail(f"given a generator as {name}, it also draws from the global generator of {others[0]}", remedy)
+    is_used = follows(seeded, first)
+    if is_used and not moved:
+        case.fail(
+            f"the state of the generator {name} is the same after the call, so the next call gives the same numbers again",
             f"draw numbers from {name} instead of reading its seed, or advance its state (set_offset, set_state)",
         )
-
-    def seeded(seed: int) -> list[Tensor]:
-        torch.manual_seed(seed)
-        return draw(None)
-
-    with contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError):  # it may need one
-        numbers = seeded(1)
-        again = [seeded(1) for _ in range(2)]
-        if any(differs(each, numbers) for each in again):
-            fail(
-                f"{case.name}: without {name}, its numbers do not follow torch.manual_seed",
+    with contextlib.suppress(*_REFUSES):  # it may need one
+        numbers = by_default(1)
+        if any(differs(by_default(1), numbers) for _ in range(2)):
+            case.fail(
+                f"without {name}, its numbers do not follow torch.manual_seed",
                 f"use the device's default generator if {name} is None: pass generator={name} on, which means it",
             )
-        if follows or moved:
+        if is_used or moved:
             return
-        if any(differs(seeded(seed), numbers) for seed in (2, 3, 4)):
-            fail(f"{case.name}: with any generator as {name} it gives the same numbers", remedy)
+        if follows(by_default, numbers):
+            case.fail(f"with any generator as {name} it gives the same numbers", remedy)
         if not case.seeded:
             return
         for *_, sample in _varied(case):  # at a probability of 0, for example, no number matters
-            varied = Case(case.op, sample, str(case.device), None, lambda case: None)
+            varied = functools.partial(seeded, case=case.of_sample(sample))
             with contextlib.suppress(Exception):
-                drawn = draw(source.manual_seed(7), varied)
-                if any(differs(draw(source.manual_seed(seed), varied), drawn) for seed in (8, 9, 10)):
+                if follows(varied, varied(7)):
                     return
-        fail(f"{case.name}: neither {name} nor torch.manual_seed changes its numbers", remedy)
-
-
-def _given(case: Case, name: str) -> Any:
-    """The sample's value of an argument; None if it is not there."""
-    positional = [each.name for each in case.schema.arguments if not each.kwarg_only]
-    return {**dict(zip(positional, case.sample.args, strict=False)), **case.sample.kwargs}.get(name)
-
-
-def _with(case: Case, name: str, value: Any, arguments: Any = None) -> tuple[list[Any], dict[str, Any]]:
-    """The sample's arguments, or these, with another value of one of them."""
-    args, kwargs = arguments or (case.sample.args, case.sample.kwargs)
-    args, kwargs = list(args), dict(kwargs)
-    positional = [each.name for each in case.schema.arguments if not each.kwarg_only]
-    if name in positional[: len(args)]:
-        args[positional.index(name)] = value
-    else:
-        kwargs[name] = value
-    return args, kwargs
+        case.fail(f"neither {name} nor torch.manual_seed changes its numbers", remedy)
 
 
 def _global_states(case: Case) -> dict[str, Tensor]:
@@ -138,7 +127,6 @@ def _global_states(case: Case) -> dict[str, Tensor]:
 
 # ---- caches and buffers ----
 
-GRADIENT = "the gradient of differentiable argument"
 KEY = (
     "keep nothing between calls, or key the cache by all that its contents depend on: every argument, size, dtype and "
     "device"
@@ -153,24 +141,24 @@ class _Call:
     case: Case
     kind: str = ""  # "size" or "argument", if that differs
 
-    def run(self, factor: float = 1) -> tuple[list[Tensor], list[Tensor | None]] | str:
+    def run(self, factor: float = 1) -> Results | str:
         """The outputs, and the gradients under cotangents times a factor; or the error."""
         for grad in (True, False):
             try:
                 tensors = self.case.fresh(grad=grad)
                 outs = list(self.case.run(*tensors))
-                return _copies(outs), _copies(self.gradients(outs, tensors, factor))
+                return Results(_copies(outs), _copies(self.backward(outs, tensors, factor)))
             except Exception as error:
                 raised = last_line(error)
         return raised
 
-    def gradients(self, outs: list[Tensor], tensors: list[Tensor], factor: float = 1) -> list[Tensor | None]:
-        outs, leaves = [x for x in outs if x.requires_grad], [x for x in tensors if x.requires_grad]
-        if not outs or not leaves:
+    def backward(self, outs: list[Tensor], tensors: list[Tensor], factor: float = 1) -> list[Tensor | None]:
+        outs = attached(outs)
+        if not outs or not any(x.requires_grad for x in tensors):
             return []
         given = [scaled(x, factor) for x in cotangents(outs)]
         try:
-            return list(torch.autograd.grad(outs, leaves, given, allow_unused=True))
+            return list(torch.autograd.grad(outs, self.case.of(tensors), given, allow_unused=True))
         except Exception:  # the check `backward` reports it
             return []
 
@@ -179,29 +167,28 @@ def _copies(tensors: Sequence[Tensor | None]) -> list[Any]:
     return [x if x is None else x.detach().clone() for x in tensors]
 
 
-def _call(what: str, case: Case, sample: Sample, kind: str = "") -> _Call:
-    return _Call(what, Case(case.op, sample, str(case.device), None, lambda case: None), kind)
-
-
 def _calls(case: Case) -> list[_Call]:
     """The sample, the operator's other samples, and the sample with other values, sizes, arguments and dtypes."""
-    calls = [_call(f"the sample ({case.sample})", case, case.sample)]
-    calls += [_call(f"({sample})", case, sample) for sample in case.others[:8]]
-    floating = any(map(differentiable, case.leaves))
+
+    def call(what: str, sample: Sample, kind: str = "") -> _Call:
+        return _Call(what, case.of_sample(sample), kind)
+
+    calls = [call(f"the sample ({case.sample})", case.sample)]
+    calls += [call(f"({sample})", sample) for sample in case.others[:8]]
+    floating = any(map(has_numbers, case.leaves))
     if floating:
         with torch.no_grad():
-            others = [scaled(x, 0.75) for x in case.leaves]
-        calls.append(_call("other values", case, _sample(case, others)))
+            calls.append(call("other values", _sample(case, [scaled(x, 0.75) for x in case.leaves])))
     for size in sizes_of(case.leaves)[:2]:
         for new in (size + 1, max(1, size // 2)):
-            sample = _sample(case, resized(case.leaves, size, new))
-            calls.append(_call(f"size {new} instead of {size}", case, sample, "size"))
+            sample = _sample(case, of_sizes(case.leaves, {size: new}))
+            calls.append(call(f"size {new} instead of {size}", sample, "size"))
     for name, value, other, sample in itertools.islice(_varied(case), 8):
-        calls.append(_call(f"{name}={other!r} instead of {value!r}", case, sample, "argument"))
+        calls.append(call(f"{name}={other!r} instead of {value!r}", sample, "argument"))
     if floating:
         dtype = torch.float64 if case.leaves[0].dtype != torch.float64 else torch.float32
         name = str(dtype).removeprefix("torch.")
-        calls.append(_call(f"tensors of {name}", case, _sample(case, case.fresh(dtype=dtype, device="cpu"))))
+        calls.append(call(f"tensors of {name}", _sample(case, case.fresh(dtype=dtype, device="cpu"))))
     return calls
 
 
@@ -211,26 +198,10 @@ def _sample(case: Case, tensors: list[Tensor]) -> Sample:
     return Sample(*args, **kwargs)
 
 
-def _pairs(calls: list[_Call]) -> list[tuple[_Call, _Call]]:
-    """The sample with each other call, in sizes of their own: for the usual sizes, a cache of this process may be filled."""
-    sizes = sorted(sizes_of(calls[0].case.leaves), reverse=True)
-
-    def grown(call: _Call, by: int) -> _Call:
-        tensors = call.case.leaves
-        for size in sizes:
-            tensors = resized(tensors, size, size + by)
-        return _call(f"{call.what}, in sizes larger by {by}", call.case, _sample(call.case, tensors))
-
-    others = [call for call in calls[1:] if call.kind != "size" and sizes]
-    return [(grown(calls[0], 7 + k), grown(other, 7 + k)) for k, other in enumerate(others)]
-
-
 def _varied(case: Case) -> Iterator[tuple[str, Any, Any, Sample]]:
     """The sample with another value of each number and flag: its name, its value, and the other value."""
     for each in case.schema.arguments:
-        value = _given(case, each.name)
-        if value is None and each.has_default_value():
-            value = each.default_value
+        value = case.value(each.name)
         others: list[Any] = []
         if isinstance(value, bool):
             others = [not value]
@@ -239,8 +210,7 @@ def _varied(case: Case) -> Iterator[tuple[str, Any, Any, Sample]]:
         elif isinstance(value, float):
             others = [value * 0.75 if value else 0.5]
         for other in others:
-            args, kwargs = _with(case, each.name, other)
-            yield each.name, value, other, Sample(*args, **kwargs)
+            yield each.name, value, other, case.sample_with(each.name, other)
 
 
 def state(case: Case) -> str | None:
@@ -253,27 +223,26 @@ def state(case: Case) -> str | None:
         calls = _orders(case, calls)
     elif case.has_computed_kernel("CPU") and not any(isinstance(c, torch.device) for c in case.constants.values()):
         samples = [_on_cpu(sample) for sample in (case.sample, *case.others)]  # a child cannot use the device
-        host = Case(case.op, samples[0], "cpu", None, lambda case: None)
+        host = case.of_sample(samples[0], "cpu")
         host.others = tuple(samples[1:])
         on_host = _orders(host, _calls(host))
         alone = in_child([on_host[0]])
         calls[0].run()
         if alone and not isinstance(alone[0], str) and (wrong := _unlike(on_host[0].run(), alone[0])):
-            fail(f"{case.name}: after a call on {case.device}, a call on the CPU gives {wrong}", KEY)
+            case.fail(f"after a call on {case.device}, a call on the CPU gives {wrong}", KEY)
         calls.append(on_host[0])
     first = []
     for call in calls:
         case.trying(call.what)
         first.append(call.run())
-    for call, was in list(zip(calls, first, strict=True))[::-1]:
+    for call, was in reversed([*zip(calls, first, strict=True)]):
         again = call.run()
         if (wrong := _unlike(again, was)) and not _unlike(again, call.run()):  # else: see determinism
-            fail(f"{case.name}: after other calls, a call with {call.what} gives {wrong}, which it gave before", KEY)
+            case.fail(f"after other calls, a call with {call.what} gives {wrong}, which it gave before", KEY)
     if isinstance(first[0], str):
         skip("it refuses this sample")
     for other in calls[1:]:
         _kept(case, calls[0], other)
-    for other in calls[1:]:
         if other.what == "other values":
             _changed_in_place(case, calls[0], other)
     return None
@@ -292,16 +261,13 @@ def _orders(case: Case, given: list[_Call]) -> list[_Call]:
     Returns:
         The given calls that do not end the process.
     """
-    pairs = _pairs(given)
-    calls = given + [call for pair in pairs for call in pair]
-    count = len(calls)
+    calls = [*given, *_pairs(given)]
+    count, own = len(calls), range(len(given))
     first = [0, len(given) - 1] + [i for i, call in enumerate(given) if call.kind == "argument"][:4]
     first += [i for i, call in enumerate(given) if call.kind == "size"][:1]
-    orders = [[start, *(i for i in range(len(given)) if i != start)] for start in dict.fromkeys(first)]
+    orders = [[start, *(i for i in own if i != start)] for start in dict.fromkeys(first)]
     orders += [[*range(len(given), count)], [i + 1 - 2 * (k % 2) for k, i in enumerate(range(len(given), count))]]
-    results: list[dict[int, Any]] = []
-    for order in orders:
-        results.append(dict(zip(order, in_child([calls[i] for i in order]), strict=False)))
+    results = [dict(zip(order, in_child([calls[i] for i in order]), strict=False)) for order in orders]
     for i in range(count):
         got = [each[i] for each in results if i in each]
         if not any(_unlike(one, got[0]) for one in got):
@@ -316,12 +282,26 @@ def _orders(case: Case, given: list[_Call]) -> list[_Call]:
         for k in (k for k in range(count) if k != i):
             pair = in_child([calls[k], calls[i]])
             if len(pair) == 2 and (wrong := _unlike(pair[1], alone[0])):
-                fail(
-                    f"{case.name}: after a call with {calls[k].what}, a call with {calls[i].what} gives another result: "
-                    f"{wrong}, which a new process gives",
+                case.fail(
+                    f"after a call with {calls[k].what}, a call with {calls[i].what} gives another result: {wrong}, which a "
+                    "new process gives",
                     KEY,
                 )
     return [call for i, call in enumerate(given) if not i or all(i in each for each in results[:-2])]
+
+
+def _pairs(calls: list[_Call]) -> list[_Call]:
+    """The sample before each other call, in sizes of their own: for the usual sizes, a cache of this process may be filled."""
+    sizes = sorted(sizes_of(calls[0].case.leaves), reverse=True)
+
+    def grown(call: _Call, by: int) -> _Call:
+        tensors = call.case.leaves
+        for size in sizes:
+            tensors = of_sizes(tensors, {size: size + by})
+        return _Call(f"{call.what}, in sizes larger by {by}", call.case.of_sample(_sample(call.case, tensors)))
+
+    others = [call for call in calls[1:] if call.kind != "size" and sizes]
+    return [grown(call, 7 + k) for k, other in enumerate(others) for call in (calls[0], other)]
 
 
 def _unlike(got: Any, expected: Any) -> str:
@@ -331,7 +311,7 @@ def _unlike(got: Any, expected: Any) -> str:
             return ""
         return f"{got} instead of a result" if isinstance(got, str) else f"a result instead of {expected}"
     wrong = differs(got[0], expected[0])
-    return wrong or (got[1] and expected[1] and differs(got[1], expected[1], GRADIENT)) or ""
+    return wrong or (got[1] and expected[1] and differs(got[1], expected[1], "gradient")) or ""
 
 
 def _kept(case: Case, call: _Call, other: _Call) -> None:
@@ -342,30 +322,29 @@ def _kept(case: Case, call: _Call, other: _Call) -> None:
     except Exception:
         tensors = call.case.fresh()
         outs = list(call.case.run(*tensors))
-    grads = call.gradients(outs, tensors)
-    outs_before, grads_before = _copies(outs), _copies(grads)
+    grads = call.backward(outs, tensors)
+    before = _copies(outs), _copies(grads)
     if isinstance(other.run(0.5), str):
         return
-    if wrong := differs([x.detach() for x in outs], outs_before, exact=True):
-        fail(
-            f"{case.name}: a later call, with {other.what}, changes what an earlier one returned: {wrong}",
-            "return new memory from every call: allocate the output in it, or clone what is kept",
-        )
-    if wrong := differs(grads, grads_before, GRADIENT, exact=True):
-        fail(
-            f"{case.name}: a later backward, with {other.what}, changes what an earlier one returned: {wrong}",
-            "return new memory from every backward: allocate the gradient in it, or clone what is kept",
-        )
+    for what, now, was in (
+        ("call", [x.detach() for x in outs], before[0]),
+        ("backward", grads, before[1]),
+    ):
+        if wrong := differs(now, was, "output" if what == "call" else "gradient", exact=True):
+            case.fail(
+                f"a later {what}, with {other.what}, changes what an earlier one returned: {wrong}",
+                f"return new memory from every {what}: allocate its results in it, or clone what is kept",
+            )
     if not grads:
         return
     tensors, others = call.case.fresh(grad=True), other.case.fresh(grad=True)
     outs = list(call.case.run(*tensors))
     between = list(other.case.run(*others))
-    crossed = call.gradients(outs, tensors)
-    other.gradients(between, others)
-    if wrong := differs(crossed, grads_before, GRADIENT):
-        fail(
-            f"{case.name}: if another forward, with {other.what}, comes between forward and backward, {wrong}",
+    crossed = call.backward(outs, tensors)
+    other.backward(between, others)
+    if wrong := differs(crossed, before[1], "gradient"):
+        case.fail(
+            f"if another forward, with {other.what}, comes between forward and backward, {wrong}",
             "save what backward needs with ctx.save_for_backward, not in a global or in a buffer that calls share",
         )
 
@@ -374,19 +353,18 @@ def _changed_in_place(case: Case, call: _Call, other: _Call) -> None:
     """A call sees that its arguments were changed in place."""
     with torch.no_grad():
         tensors = call.case.fresh()
-        plain(case, tensors, call.case.run)
-        expected = plain(case, other.case.fresh(), other.case.run)
+        call.case.outputs(tensors)
+        expected = other.case.outputs(other.case.fresh())
         try:
             for x, value in zip(tensors, other.case.fresh(), strict=True):
                 x.copy_(value)
-            got = plain(case, tensors, call.case.run)
+            got = call.case.outputs(tensors)
         except RuntimeError:  # of expanded memory
             return
-    if wrong := differs(got, expected):
-        fail(
-            f"{case.name}: after its arguments were changed in place, {wrong}, which the same values in other tensors give",
-            "key no cache by a tensor's identity or address; if you must, compare its version counter (x._version) too",
-        )
+    case.expect(
+        got, expected, "after its arguments were changed in place,", "the same values in other tensors give",
+        "key no cache by a tensor's identity or address; if you must, compare its version counter (x._version) too",
+    )  # fmt: skip
 
 
 def in_child(calls: Sequence[_Call], seconds: float = 30.0) -> list[Any]:
@@ -395,7 +373,8 @@ def in_child(calls: Sequence[_Call], seconds: float = 30.0) -> list[Any]:
     def work(answer: Callable[[Any], None]) -> None:
         for call in calls:
             data = io.BytesIO()
-            torch.save(call.run(), data)
+            result = call.run()
+            torch.save(result if isinstance(result, str) else tuple(result), data)
             answer(base64.b64encode(data.getvalue()).decode())
 
     results = []
@@ -416,13 +395,11 @@ def threads(case: Case) -> str | None:
     if case.seeded:
         skip("its numbers are random, and the generator is shared")
     distinct = [[scaled(x, s) for x in case.fresh()] for s in (1.0, 0.75, 1.25, 1.5)]
-    grad = case.derivative.status == "pass"
     for what, inputs in (("separate inputs", distinct), ("shared inputs", [case.fresh()] * 4)):
-        calls = [functools.partial(plain, case, tensors) for tensors in inputs]
-        _at_once(case, calls, what, "output")
-        if grad and what == "separate inputs":
-            calls = [functools.partial(gradients, case.run, case.leaf(tensors), case.wanted) for tensors in inputs]
-            _at_once(case, calls, f"{what} with gradients", GRADIENT)
+        _at_once(case, [functools.partial(case.outputs, tensors) for tensors in inputs], what, "output")
+    if case.has_derivative:
+        calls = [functools.partial(case.gradients_of, tensors) for tensors in distinct]
+        _at_once(case, calls, "separate inputs with gradients", "gradient")
     return None
 
 
@@ -468,9 +445,9 @@ def _at_once(case: Case, calls: list[Callable[[], list[Tensor | None]]], what: s
     for worker in workers:
         worker.join(max(0.0, until - time.monotonic()))
     if any(worker.is_alive() for worker in workers):
-        fail(f"{case.name}: four threads that call it on {what} do not end", "look for a lock that is acquired twice")
+        case.fail(f"four threads that call it on {what} do not end", "look for a lock that is acquired twice")
     if wrongs:
-        fail(
-            f"{case.name}: called from four threads {wrongs[0]}",
+        case.fail(
+            f"called from four threads {wrongs[0]}",
             "keep no state between calls (static buffers, module globals), or protect it with a lock",
         )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
 
-from openreg_tools.check.case import Case, gradients, last_line
-from openreg_tools.check.checks.common import differs, dtype_name, fail, needs_literals, needs_tensors, skip, warn
-from openreg_tools.check.checks.fakes import fake_mode
+from openreg_tools.check.case import Case, last_line, skip
+from openreg_tools.check.checks.common import needs_literals, needs_order, needs_tensors
+from openreg_tools.check.checks.fakes import compiled, compiled_results, fake_mode, faking, quiet, unlike_fake
 
 _REMEDY = (
     "check sizes with torch._check(size == …, lambda: …), combine conditions with | and & instead of `or` and `and`, take "
@@ -30,22 +28,16 @@ def _dims(case: Case) -> list[tuple[int, int]]:
     return dims
 
 
-def _ask(error: Exception) -> bool:
-    """Whether an error says that a size is not known."""
-    said = f"{error!r} {error}"
-    return any(text in said for text in ("data-dependent", "DataDependent", "unbacked"))
-
-
 def _depends(case: Case, where: str, error: Exception) -> NoReturn:
     """End the check for an error in a program with such sizes."""
-    if _ask(error):
+    if any(text in f"{error!r} {error}" for text in ("data-dependent", "DataDependent", "unbacked")):
         said = next((line for line in str(error).splitlines() if "guard on" in line), last_line(error))
-        warn(
-            f"{case.name}: {where} it asks for a size that is not known before the program runs ({said.strip()[:160]}); a "
-            "program with such sizes (nonzero, item, masks) does not compile",
+        case.warn(
+            f"{where} it asks for a size that is not known before the program runs ({said.strip()[:160]}); a program with "
+            "such sizes (nonzero, item, masks) does not compile",
             _REMEDY,
         )
-    fail(f"{case.name}: {where} it raised {last_line(error)}", _REMEDY)
+    case.fail(f"{where} it raised {last_line(error)}", _REMEDY)
 
 
 def _variants(case: Case) -> Iterator[tuple[str, dict[tuple[int, int], int]]]:
@@ -54,8 +46,7 @@ def _variants(case: Case) -> Iterator[tuple[str, dict[tuple[int, int], int]]]:
     dims = _dims(case)
     for i, d in dims:
         yield f"with an unbacked dimension {d} of {case.names[i]}", {(i, d): 0}
-    sizes = list(dict.fromkeys(case.leaves[i].shape[d] for i, d in dims))
-    for size in sizes:
+    for size in dict.fromkeys(case.leaves[i].shape[d] for i, d in dims):
         alike = [(i, d) for i, d in dims if case.leaves[i].shape[d] == size]
         if len(alike) > 1:
             yield f"with an unbacked size instead of {size}", dict.fromkeys(alike, 0)
@@ -68,10 +59,8 @@ def fake_unbacked(case: Case) -> str | None:
     needs_tensors(case)
     variants = list(_variants(case))
     for where, symbols in variants:
-        mode = fake_mode(case)
-        env = mode.shape_env
-        with mode, enable_python_dispatcher(), torch.no_grad():
-            sizes = [env.create_unbacked_symint() for _ in range(max(symbols.values()) + 1)]
+        with faking(fake_mode(case)) as mode, torch.no_grad():
+            sizes = [mode.shape_env.create_unbacked_symint() for _ in range(max(symbols.values()) + 1)]
             for size in sizes:
                 torch._check(size >= 0)
             fakes = [
@@ -86,87 +75,28 @@ def fake_unbacked(case: Case) -> str | None:
                 outs = case.run(*fakes)
             except Exception as error:
                 _depends(case, f"{where}, in the fake kernel", error)
-        for i, (real, said) in enumerate(zip(case.expected, outs, strict=True)):
-            known = all(n == m for n, m in zip(said.shape, real.shape, strict=False) if isinstance(n, int))
-            if real.dim() != said.dim() or real.dtype != said.dtype or not known:
-                fail(
-                    f"{case.name}: {where} the fake kernel says that output {i} is {dtype_name(said)} of shape "
-                    f"{list(said.shape)} instead of {dtype_name(real)} of {list(real.shape)}",
-                    "compute output shapes from x.shape alone",
-                )
+        if wrong := unlike_fake(case.expected, outs):
+            case.fail(f"{where}, {wrong}", "compute output shapes from x.shape alone")
     return f"{len(variants)} ways"
-
-
-def _captured() -> Any:
-    import torch._dynamo as dynamo
-
-    return dynamo.config.patch(
-        suppress_errors=False, verbose=False, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
-    )
 
 
 def compile_unbacked(case: Case) -> str | None:
     """Compiled with every dimension unbacked (equal sizes share a symbol), outputs and gradients are the eager ones."""
     needs_tensors(case)
     needs_literals(case)
+    needs_order(case)
     dims = _dims(case)
-    if case.seeded:
-        skip("its numbers are random")
-    grad = case.derivative.status == "pass"
 
     def marked(tensors: list[Tensor]) -> list[Tensor]:
         for i, d in dims:
             torch._dynamo.decorators.mark_unbacked(tensors[i], d, shape_id=f"n{tensors[i].shape[d]}")
         return tensors
 
-    compiled = torch.compile(case.function(), backend="aot_eager", fullgraph=True)
-    with _captured():
+    where = "under torch.compile with every dimension unbacked"
+    with quiet(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
         try:
-            outs = compiled(*marked(case.fresh(grad=grad)))
-            got = gradients(compiled, marked(case.fresh(grad=True)), case.wanted) if grad else []
+            got = compiled_results(case, compiled(case, dynamic=None), marked)
         except Exception as error:
-            _depends(case, "under torch.compile with every dimension unbacked,", error)
-    if wrong := differs(list(outs), case.expected):
-        fail(f"{case.name}: under torch.compile with every dimension unbacked {wrong}, which eager gives", _REMEDY)
-    if wrong := grad and differs(got, case.gradients, "the gradient of differentiable argument"):
-        fail(f"{case.name}: under torch.compile with every dimension unbacked {wrong}, which eager gives", _REMEDY)
-    return "with its backward" if grad else "without a backward"
-
-
-def export_unbacked(case: Case) -> str | None:
-    """Exported after nonzero(), which determines its sizes, strictly or not, it gives the eager outputs."""
-    needs_tensors(case)
-    needs_literals(case)
-    dims = _dims(case)
-    if case.seeded:
-        skip("its numbers are random")
-    sizes = list(dict.fromkeys(case.leaves[i].shape[d] for i, d in dims))
-
-    class Program(torch.nn.Module):
-        def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
-            super().__init__()
-            self.function = function
-
-        def forward(self, masks: list[Tensor], tensors: list[Tensor]) -> tuple[Tensor, ...]:
-            kept = [mask.nonzero().squeeze(1) for mask in masks]
-            tensors = list(tensors)
-            for i, d in dims:
-                tensors[i] = tensors[i].index_select(d, kept[sizes.index(case.leaves[i].shape[d])])
-            return self.function(*tensors)
-
-    masks = [torch.ones(size, dtype=torch.bool, device=case.device) for size in sizes]
-    # Without a __name__, through which Dynamo would look up this code's globals in a module.
-    function = case.function()
-    scope = {name: value for name, value in function.__globals__.items() if name != "__name__"}
-    program = Program(types.FunctionType(function.__code__, scope))
-    for strict in (False, True):
-        with _captured(), torch.no_grad():
-            where = f"under torch.export ({'strict' if strict else 'not strict'}) behind nonzero()"
-            try:
-                exported = torch.export.export(program, (masks, case.fresh()), strict=strict)
-                outs = exported.module()(masks, case.fresh())
-            except Exception as error:
-                _depends(case, where, error)
-        if wrong := differs(list(outs), case.expected):
-            fail(f"{case.name}: {where} {wrong}, which eager gives", _REMEDY)
-    return None
+            _depends(case, f"{where},", error)
+    case.expect(got, case.eager, where, "eager gives", _REMEDY)
+    return "with its backward" if case.has_derivative else "without a backward"

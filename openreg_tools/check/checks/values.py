@@ -1,10 +1,8 @@
-"""Checks of what a call gives and changes: schema, reference, and opcheck."""
+"""Checks of what a call gives and changes, and of where its derivative is registered."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,23 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.check.case import Case, attached, cotangents, differentiable, gradients, last_line, small
-from openreg_tools.check.checks.common import (
-    differs,
-    fail,
-    limit,
-    needs_literals,
-    only_outcomes,
-    padded,
-    plain,
-    reference_of,
-    refused,
-    scaled,
-    skip,
-    storage_of,
-    tolerance,
-    warn,
-)
+from openreg_tools.check.case import Case, Results, attached, cotangents, last_line, skip
+from openreg_tools.check.checks.common import only_outcomes, refused, scaled
+from openreg_tools.core.compare import has_numbers, tolerance
+from openreg_tools.core.move import bytes_of as view_of_bytes
+from openreg_tools.core.move import is_plain
+from openreg_tools.core.variations import padded
 
 
 def runs(case: Case) -> str | None:
@@ -36,28 +23,28 @@ def runs(case: Case) -> str | None:
     try:
         case.expected  # noqa: B018 -- it runs the operator
     except Exception as error:
-        fail(f"{case.name}: the sample was refused: {last_line(error)}", "give samples that the operator accepts")
+        case.fail(f"the sample was refused: {last_line(error)}", "give samples that the operator accepts")
 
+
+# ---- schema ----
 
 _SCALES = (3, -3, 30, -30, 1e3, -1e3, 3e4, -3e4, 1e6, -1e6, 1e30, -1e30, 1e-6, 0, torch.inf, torch.nan)
 
 
 def schema(case: Case) -> str | None:
     """It writes to, and shares memory with, only what its schema declares, for values of any magnitude."""
-    differentiable_too = case.derivative.status == "pass"
-    _schema_of(case, case.fresh(), "the sample's")
-    if differentiable_too:
+    _forward_writes(case, case.fresh(), "the sample's")
+    if case.has_derivative:
         _backward_writes(case, case.fresh(grad=True), 1)
     for which, tensors in _variants(case):
         case.trying(f"inputs ({which.rstrip(',')})")
         with only_outcomes():
-            _schema_of(case, tensors, which)
-    if differentiable_too:
-        for scale in (3e4, -3e4, 1e-6, torch.nan):
-            with only_outcomes():
-                _backward_writes(case, case.fresh(grad=True), scale)
-            with only_outcomes():
-                _backward_writes(case, case.leaf(_scaled(case.fresh(), scale)), 1)
+            _forward_writes(case, tensors, which)
+    for scale in (3e4, -3e4, 1e-6, torch.nan) if case.has_derivative else ():
+        with only_outcomes():
+            _backward_writes(case, case.fresh(grad=True), scale)
+        with only_outcomes():
+            _backward_writes(case, case.leaf(_scaled(case.fresh(), scale)), 1)
 
 
 def _scaled(tensors: list[Tensor], scale: float) -> list[Tensor]:
@@ -65,7 +52,7 @@ def _scaled(tensors: list[Tensor], scale: float) -> list[Tensor]:
     if math.isfinite(scale):
         return [scaled(x, scale, scale) for x in tensors]
     for x in tensors:
-        if differentiable(x) and x.numel():
+        if has_numbers(x) and x.numel():
             x[(0,) * x.dim()] = scale
     return tensors
 
@@ -73,7 +60,7 @@ def _scaled(tensors: list[Tensor], scale: float) -> list[Tensor]:
 def _variants(case: Case) -> Iterator[tuple[str, list[Tensor]]]:
     """Samples in padded memory, and with other values and dtypes, each with a few words about them."""
     yield "padded", [padded(x) for x in case.fresh()]
-    if not any(map(differentiable, case.leaves)):
+    if not any(map(has_numbers, case.leaves)):
         return
     few = sum(x.numel() for x in case.leaves) < 2**18
     for dtype in (None, torch.float16, torch.bfloat16) if few else (None,):
@@ -98,19 +85,20 @@ def _variants(case: Case) -> Iterator[tuple[str, list[Tensor]]]:
 def _backward_writes(case: Case, tensors: list[Tensor], scale: float) -> None:
     outs = attached(case.run(*tensors))
     given = [x * scale for x in cotangents(outs)]
-    before = [bytes_of(x) for x in (*tensors, *given)]
+    before = [_bytes_of(x) for x in (*tensors, *given)]
     torch.autograd.grad(outs, case.of(tensors), given, allow_unused=True)
     for i, (x, was) in enumerate(zip((*tensors, *given), before, strict=True)):
-        if not torch.equal(bytes_of(x), was):
+        if not torch.equal(_bytes_of(x), was):
             what = case.names[i] if i < len(tensors) else f"the gradient of output {i - len(tensors)}"
-            fail(
-                f"{case.name}: its backward writes to {what}, which others still use",
+            case.fail(
+                f"its backward writes to {what}, which others still use",
                 "compute into fresh memory in the backward: clone the tensors to change",
             )
 
 
-def _schema_of(case: Case, tensors: list[Tensor], which: str) -> None:
-    memory, versions = [bytes_of(x) for x in tensors], [x._version for x in tensors]
+def _forward_writes(case: Case, tensors: list[Tensor], which: str) -> None:
+    """Compare what a call writes, and what its outputs share, with the schema."""
+    memory, versions = [_bytes_of(x) for x in tensors], [x._version for x in tensors]
     owns, storages = [_own_bytes(x) for x in tensors], [storage_of(x) or -i for i, x in enumerate(tensors, 1)]
     with torch.no_grad():
         outs = list(case.function(raw=True)(*tensors))
@@ -135,30 +123,35 @@ def _schema_of(case: Case, tensors: list[Tensor], which: str) -> None:
             f'mutates_args=("{name}",) in custom_op'
         )
         if strays[i].any() and declared[i]:
-            fail(
-                f"{case.name}: it writes to {name}, as its schema says, but also to memory around the elements of {name} "
+            case.fail(
+                f"it writes to {name}, as its schema says, but also to memory around the elements of {name} "
                 f"({which} {list(x.shape)})",
                 f"write only at {name}.data_ptr() plus multiples of {name}.stride()",
             )
         if strays[i].any():
-            fail(
-                f"{case.name}: the schema says that {name} is not written to, but the call changed the memory "
-                f"of {name} ({which} {list(x.shape)})",
+            case.fail(
+                f"the schema says that {name} is not written to, but the call changed the memory of {name} "
+                f"({which} {list(x.shape)})",
                 copy + ("; if it should not write there, check the range of indices" if "values" in which else ""),
             )
         if x._version != versions[i] and storages[i] not in allowed:
-            fail(
-                f"{case.name}: the schema says that {name} is not written to, but its version counter went from "
-                f"{versions[i]} to {x._version}: it is written to and put back",
+            case.fail(
+                f"the schema says that {name} is not written to, but its version counter went from {versions[i]} to "
+                f"{x._version}: it is written to and put back",
                 copy,
             )
         if declared[i] and (changes[i] & owns[i]).any() and x._version == versions[i]:
-            fail(
-                f"{case.name}: it writes to {name}, as its schema says, but the version counter of {name} stays at "
-                f"{versions[i]}, so autograd uses the changed {name} where it saved the old one, without an error",
+            case.fail(
+                f"it writes to {name}, as its schema says, but the version counter of {name} stays at {versions[i]}, so "
+                f"autograd uses the changed {name} where it saved the old one, without an error",
                 "register a kernel at ADInplaceOrView that calls torch.autograd.graph.increment_version (bump_version "
                 "in C++) after the call; custom_op(mutates_args=…) does it by itself",
             )
+    _shares(case, outs, storages, infos)
+
+
+def _shares(case: Case, outs: Sequence[Tensor], storages: Sequence[int], infos: Sequence[Any]) -> None:
+    """Compare the memory of the outputs with that of the arguments and of each other."""
     returned = _returned(case, outs)
     for i, (out, info) in enumerate(zip(outs, returned, strict=True)):
         mine = storage_of(out)
@@ -174,18 +167,19 @@ def _schema_of(case: Case, tensors: list[Tensor], which: str) -> None:
         )
         if sharing and not shared:
             name = case.names[sharing[0]]
-            fail(
-                f"{case.name}: output {i} shares the memory of {name}, and the schema does not say so",
+            case.fail(
+                f"output {i} shares the memory of {name}, and the schema does not say so",
                 f"return a copy, or declare the view: Tensor(a) {name} and -> Tensor(a) in the schema",
             )
         if info is not None and not shared:
-            said = f"{case.name}: the schema says that output {i} is an alias of an input, but it has its own memory"
-            remedy = "return the input or its view, or remove the (a) from the schema's return"
-            fail(said, remedy) if info.is_write else warn(said, remedy)
+            (case.fail if info.is_write else case.warn)(
+                f"the schema says that output {i} is an alias of an input, but it has its own memory",
+                "return the input or its view, or remove the (a) from the schema's return",
+            )
         for j in range(i):
             if storage_of(outs[j]) == mine and (info is None or returned[j] is None):
-                fail(
-                    f"{case.name}: outputs {j} and {i} share memory, and the schema does not say so",
+                case.fail(
+                    f"outputs {j} and {i} share memory, and the schema does not say so",
                     "return a copy of one; two outputs must not share memory",
                 )
 
@@ -200,18 +194,20 @@ def _returned(case: Case, outs: Sequence[Tensor]) -> list[Any]:
     return [info for i, (info, _) in enumerate(kinds) if i not in optional[:missing]]
 
 
-def bytes_of(x: Tensor) -> Tensor:
-    """Every byte of its storage, including the gaps between and around its elements."""
-    if x.layout != torch.strided:
-        return x.detach().to_dense().cpu().clone().view(-1).view(torch.uint8)
-    flat = torch.empty(0, dtype=torch.uint8, device=x.device)
-    return flat.set_(x.untyped_storage()).cpu().clone()
+def storage_of(x: Tensor) -> int | None:
+    """What tells memory apart; None if the tensor has none."""
+    return x.untyped_storage()._cdata if x.layout == torch.strided and x.numel() else None
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """A copy of every byte of its storage, including the gaps between and around its elements."""
+    return (view_of_bytes(x) if is_plain(x) else x.detach().to_dense().view(-1).view(torch.uint8)).cpu().clone()
 
 
 def _own_bytes(x: Tensor) -> Tensor:
-    """Which of `bytes_of` belong to its elements."""
-    if x.layout != torch.strided:
-        return torch.ones_like(bytes_of(x), dtype=torch.bool)
+    """Which of these bytes belong to its elements."""
+    if not is_plain(x):
+        return torch.ones_like(_bytes_of(x), dtype=torch.bool)
     own, size = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool), x.element_size()
     shape = [n if stride else min(n, 1) for n, stride in zip(x.shape, x.stride(), strict=True)]
     own.as_strided((*shape, size), (*(size * n for n in x.stride()), 1), size * x.storage_offset()).fill_(True)
@@ -220,109 +216,60 @@ def _own_bytes(x: Tensor) -> Tensor:
 
 def _changed(x: Tensor, before: Tensor) -> Tensor:
     """Which of its bytes differ from those before; all, if the storage was resized."""
-    after = bytes_of(x)
+    after = _bytes_of(x)
     return after != before if after.shape == before.shape else torch.ones_like(before, dtype=torch.bool)
+
+
+# ---- reference ----
 
 
 def reference(case: Case) -> str | None:
     """Outputs and gradients equal the results of the reference, or of its own CPU kernel."""
-    function = reference_of(case)
+    function = case.reference_function
     if not function:
         if case.seeded:
             skip("its numbers are random, and no reference was given")
         skip("no reference was given" + ("" if case.device.type == "cpu" else ", and the operator has no CPU kernel"))
-    remedy = "one of the two is wrong; try the sample by hand, or give a reference in float64"
     kernel = "the reference" if case.reference else "its CPU kernel"
-    expected = plain(case, case.fresh(device="cpu"), function)
-    coarse = tolerance(*case.leaves)
-    if wrong := differs(case.expected, expected, dtype=not case.reference, coarse=coarse):
-        fail(f"{case.name}: {wrong}, which {kernel} gives", remedy)
-    if case.derivative.status != "pass":
-        return f"outputs only; against {kernel}"
+    grads: list[Tensor | None] = []
+    note = "" if case.has_derivative else "outputs only; "
     if case.reference and case.intended:
-        return f"outputs only; against {kernel}. See gradcheck for intended_gradient"
-    try:
-        host = gradients(function, case.fresh(grad=True, device="cpu"), case.wanted)
-    except RuntimeError as error:
-        if refused(error):
-            return f"outputs only, as {kernel} has no gradient"
-        raise
-    if not any(x is not None for x in host):
-        return f"outputs only, as {kernel} has no gradient"
-    if wrong := differs(case.gradients, host, "the gradient of differentiable argument", coarse=coarse * 4):
-        fail(f"{case.name}: {wrong}, which {kernel} gives", remedy)
-    return f"against {kernel}"
+        note = "outputs only (see gradcheck for intended_gradient); "
+    elif not note:
+        try:
+            grads = case.gradients_of(case.fresh(device="cpu"), function)
+        except RuntimeError as error:
+            if not refused(error):
+                raise
+        if not any(x is not None for x in grads):
+            grads, note = [], f"outputs only, as {kernel} has no gradient; "
+    case.expect(
+        case.eager, Results(case.outputs(case.fresh(device="cpu"), function), grads), "", f"{kernel} gives",
+        "one of the two is wrong; try the sample by hand, or give a reference in float64",
+        dtype=not case.reference, coarse=tolerance(*case.leaves),
+    )  # fmt: skip
+    return f"{note}against {kernel}"
 
 
-# ---- opcheck ----
+# ---- registration of the derivative ----
 
 
-_NO_OBJECT = re.compile("is not implemented for __torch__|__obj_flatten__|FakeScriptObject|register_fake_class")
-_NO_ARITHMETIC = re.compile("not implemented for 'Float(8|4)|Promotion for Float(8|4)")
-_ALLOCATES = "let the fake kernel give the shape, dtype, device, strides and numbers that the kernel gives"
-_REMEDIES = {
-    "test_schema": "declare in the schema every argument that the kernel writes (Tensor(a!) x, mutates_args=…), and return "
-    "new memory (clone) where the schema declares no view",
-    "test_autograd_registration": "register the derivative with torch.library.register_autograd, or an autograd function "
-    "at the Autograd key, not at the device's",
-    "test_faketensor": _ALLOCATES,
-    "test_aot_dispatch_dynamic": _ALLOCATES,
-    "gradients": "compute in the backward only with operators, which a compiler traces: no .item(), no numpy, no data_ptr, no "
-    "attributes of ctx that the forward did not set; and give each operator that it calls a right fake kernel",
-}
-
-
-def _opcheck(case: Case, test: str) -> None:
-    # A wrong derivative is reported by `backward`.
-    wanted = ("pass", "fail") if test == "test_autograd_registration" else ("pass",)
-    tensors = case.fresh(grad=case.derivative.status in wanted and test != "test_schema")
-    for i in case.written:  # a leaf that requires a gradient cannot be written to
-        tensors[i] = tensors[i].detach()
-    args, kwargs = case.arguments(tensors)
-    try:
-        torch.library.opcheck(case.op, args, kwargs, test_utils=test)
-    except Exception as error:
-        if any(small(x) for x in (*case.leaves, *case.expected)) and _NO_ARITHMETIC.search(str(error)):
-            limit(f"opcheck's {test} computes with float8, which has no arithmetic")
-        if case.objects and _NO_OBJECT.search(str(error)):
-            needs_literals(case)
-        cause = "gradients" if "Gradients of the operator are different" in str(error) else test
-        fail(f"{case.name}: opcheck's {test} says: {last_line(error)}", _REMEDIES[cause])
-
-
-def opcheck_schema(case: Case) -> str | None:
-    """torch.library.opcheck's test_schema."""
-    _opcheck(case, "test_schema")
-
-
-def opcheck_autograd_registration(case: Case) -> str | None:
-    """torch.library.opcheck's test_autograd_registration, on every device."""
-    if not any(case.wanted):
-        skip("no floating tensor argument")
-    if case.device.type in ("cpu", "cuda", "xpu"):
-        return _opcheck(case, "test_autograd_registration")
-    # PyTorch's own test supports three devices; this does the same for any.
+def autograd_registration(case: Case) -> str | None:
+    """A derivative is registered with autograd, not the work of operators that the kernel happens to call."""
+    if not any(case.wanted) or case.derivative.status not in ("pass", "fail"):
+        skip("there is no derivative: see backward")
     if case.has_kernel(f"Autograd{case.key}", "Autograd", "CompositeImplicitAutograd"):
-        return None
+        return
     torch._C._set_autograd_fallback_mode("nothing")
     tensors = [x.detach() if i in case.written else x for i, x in enumerate(case.fresh(grad=True))]
-    with contextlib.suppress(NotImplementedError):
+    try:
         outs = case.function(raw=True)(*tensors)
-        given = {id(x) for x in tensors}
-        if case.derivative.status == "pass" and any(out.requires_grad and id(out) not in given for out in outs):
-            fail(
-                f"{case.name}: an output requires a gradient, but no kernel is registered at Autograd{case.key}",
-                "register the autograd function at the Autograd key, not at the device's",
-            )
-
-
-def opcheck_faketensor(case: Case) -> str | None:
-    """torch.library.opcheck's test_faketensor."""
-    _opcheck(case, "test_faketensor")
-
-
-def opcheck_aot_dispatch_dynamic(case: Case) -> str | None:
-    """torch.library.opcheck's test_aot_dispatch_dynamic."""
-    if case.generators:
-        skip("its numbers are random, and opcheck does not restore the state of a generator")
-    _opcheck(case, "test_aot_dispatch_dynamic")
+    except NotImplementedError:
+        return
+    given = {id(x) for x in tensors}
+    if any(out.requires_grad and id(out) not in given for out in outs):
+        case.fail(
+            f"an output requires a gradient, but no kernel is registered at Autograd{case.key}",
+            "register the derivative with torch.library.register_autograd, or an autograd function at the Autograd key, not "
+            "at the device's",
+        )

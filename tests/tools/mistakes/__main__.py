@@ -61,7 +61,7 @@ def main() -> None:
         for each in (each for each in operators if each.kind == kind):
             print(f"{kind} {each.name}", end="\r", file=sys.stderr, flush=True)
             example, bad = each.make(), bool(each.found_by)
-            report = check(example.op, example.samples, arguments.device, skip="overhead", **example.options)
+            report = check(example.op, example.samples, arguments.device, **example.options)
             # A child: after a backward in this process, `check` could not use children.
             opcheck = next(child.answers(lambda answer, example=example: answer(passes_opcheck(example)), 300))
             for tool, passed in (("check", report.passed), ("opcheck", opcheck)):

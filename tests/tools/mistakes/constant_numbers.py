@@ -8,7 +8,7 @@ from torch.library import custom_op, get_ctx
 
 from mistakes import Example, right, without_gradient, wrong
 
-FINDS = ("fake_numbers", "opcheck_aot_dispatch_dynamic")
+FINDS = ("fake_numbers", "compile")
 
 
 @wrong(*FINDS)
@@ -41,7 +41,7 @@ def kept_count():
     return Example(op, [(torch.rand(4, 6) + 0.6,)])
 
 
-@wrong("fake_numbers", "opcheck_aot_dispatch_dynamic")
+@wrong("fake_numbers", "compile")
 def right_for_the_sample():
     def kernel(x, block):
         return -x.shape[0] % block

@@ -49,7 +49,7 @@ def rows_if_the_last_stride_is_1():
     return Example(rows, [(torch.rand(4, 6),)])
 
 
-@wrong("gradient_layouts", "opcheck_aot_dispatch_dynamic")
+@wrong("gradient_layouts", "compile")
 def the_second_of_two_gradients():
     """It reads the first by strides, and expects the second to be contiguous."""
     op = define(
@@ -61,7 +61,7 @@ def the_second_of_two_gradients():
     return Example(op, [(torch.rand(4, 6), torch.rand(3, 5))])
 
 
-@wrong("gradient_layouts", "opcheck_aot_dispatch_dynamic")
+@wrong("gradient_layouts", "compile")
 def expanded_in_an_autograd_function():
     """It reads an expanded gradient as if all its elements were there; the gradient is a vector."""
 

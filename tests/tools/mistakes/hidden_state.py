@@ -61,7 +61,7 @@ def table_of_the_first_dtype():
     return Example(define("table_of_the_first_dtype(Tensor x) -> Tensor", kernel, shaped, no_derivative), [(X,)])
 
 
-@wrong("state", "threads", "vmap", "opcheck_faketensor")
+@wrong("state", "threads", "vmap")
 def output_in_a_buffer_of_its_own():
     buffers = {}
 
@@ -123,7 +123,7 @@ def packed_weight_by_address():
     "compile",
     "vmap_grad",
     "saved_tensors",
-    "opcheck_aot_dispatch_dynamic",
+    "compile",
 )
 def input_kept_in_a_global():
     kept = {}
