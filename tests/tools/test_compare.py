@@ -327,6 +327,17 @@ def test_a_kernel_that_fails_later_is_located_where_it_was_launched():
     assert result.first.operator == "aten::mul.Tensor" and "injected fault" in result.first.sentence()
 
 
+@pytest.mark.parametrize("operator", ["empty", "ones", "mul"])
+def test_an_allocation_that_fails(operator):
+    """Also of an operator whose arguments are not copied, because it has no results to compare."""
+    x = torch.ones(10, device=DEVICE)
+    call = {"empty": torch.empty, "ones": torch.ones, "mul": lambda *_, **__: x * 2}[operator]
+    with pytest.raises(torch.OutOfMemoryError), compare() as result, torch.openreg.faults.inject("allocation"):
+        call(1 << 16, device=DEVICE)
+    (difference,) = result.differences
+    assert difference.operator.startswith(f"aten::{operator}") and "raised OutOfMemoryError" in difference.sentence()
+
+
 def test_what_compare_does_itself_is_not_struck():
     with torch.openreg.faults.inject("copy", after=3) as fault, compare() as result:
         x = torch.ones(4).to(DEVICE)
@@ -647,10 +658,12 @@ def test_the_plot_has_each_error_at_its_height():
         powers = [2.0**e for e in range(low, high + 1)]
         svg = plot([(i, ulps, 3.0, "aten::mul") for i, ulps in enumerate(powers)], len(powers))
         labels = dict(re.findall(r'<text x="0" y="([^"]*)">([^<]*)</text>', svg))
-        dots = re.findall(r'class="(\w+)" cx="[^"]*" cy="([^"]*)"', svg)
+        dots = re.findall(r'class="(\w+)" cx="[^"]*" cy="([^"]*)" r="(.)"', svg)
         assert list(labels.values()) == [f"{ulps:.3g}" for ulps in powers]
-        assert [float(y) for _, y in dots] == pytest.approx([float(y) - 4 for y in labels])  # the middle of the label
-        assert [kind for kind, _ in dots] == ["bad" if ulps > 3 else "good" for ulps in powers]
+        assert [float(y) for _, y, _ in dots] == pytest.approx(
+            [float(y) - 4 for y in labels]
+        )  # the middle of the label
+        assert [(kind, size) for kind, _, size in dots] == [("bad", "4") if p > 3 else ("good", "2") for p in powers]
 
 
 # ---- requests ----
