@@ -1,13 +1,11 @@
 """A slice of `python -m openreg_ops compiled`: operators of PyTorch's OpInfo database, compiled against eager mode.
 
-The first 320 of about 740 in the order of their names, forward only; the command takes all, with gradients. They take
-about 110 seconds of one core, most of it the C++ compiler's. OPENREG_COMPILED_OPS=64 makes the slice shorter.
+Every ninth of about 740 in the order of their names, forward only; the command takes all, with gradients.
 """
 
 import argparse
 import functools
 import itertools
-import os
 
 import pytest
 import torch
@@ -17,20 +15,14 @@ from openreg_ops.testing import compiled
 
 pytestmark = pytest.mark.compiles
 
-SLICE = int(os.environ.get("OPENREG_COMPILED_OPS", "320"))
-BATCH = 40
-
-
-@pytest.fixture(scope="module")
-def cases():
-    return list(itertools.islice(compiled.cases(), SLICE))
+STEP = 9
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, SLICE, BATCH))
-def test_compiled_operators_agree_with_eager_mode(cases, first):
-    batch = cases[first : first + BATCH]
-    assert len(batch) == min(BATCH, SLICE - first)
+@pytest.mark.parametrize("half", [0, 1])
+def test_compiled_operators_agree_with_eager_mode(half):
+    batch = list(itertools.islice(compiled.cases(), half * STEP, None, 2 * STEP))
+    assert len(batch) > 30
     found = compiled.check(batch)
     assert not found.different, "\n".join(f"{name}: {message[:300]}" for name, message in found.different.items())
     assert all(name.startswith("jiterator_") for name in found.invalid)  # CUDA's
