@@ -1,50 +1,48 @@
-"""What the stable ABI costs: the operators of examples/stable_operators against their twins, in turns in one process.
+"""What the stable ABI costs: `new --package` in the styles separate and stable, in turns in one process.
 
-`python benchmarks/stable_abi.py`, where both packages are installed. It prints microseconds of one call, the medians,
-and their ratio, at 64 elements on the device in launch mode inline.
+`python benchmarks/stable_abi.py` builds both packages, and prints microseconds of one call at 64 elements on the device.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import timeit
-from collections.abc import Callable
-from typing import Any
+import importlib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
-import stable_operators  # noqa: F401
+import openreg_ops  # noqa: F401
 import torch
+from openreg_ops.tools.new import new_package
+from timing import compare
+
+STYLES = ("separate", "stable")
 
 
-def medians(calls: list[Callable[[], Any]], rounds: int) -> list[float]:
-    """Median microseconds of each call; the rounds alternate, and so does which goes first."""
-    timers = [timeit.Timer(call) for call in calls]
-    times: list[list[float]] = [[] for _ in calls]
-    for index in range(-1, rounds):
-        for i in range(len(calls)) if index % 2 else reversed(range(len(calls))):
-            times[i].append(timers[i].timeit(100) * 1e4)
-    return [statistics.median(each[1:]) for each in times]  # the first round fills caches
+def install(style: str, folder: Path) -> None:
+    """Build the package that is named after its style, and put it where it can be imported."""
+    new_package(f"weighs_{style}", style, ["weigh"], folder)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", folder / "site"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, folder / f"weighs_{style}"], check=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=1001)
-    rounds = parser.parse_args().rounds
-    print(f"{'operator':<10} {'':<22} {'twin':>8} {'stable':>8} {'ratio':>6}")
-    for name in ("swiglu", "rms_norm"):
-        twin, stable = (
-            getattr(getattr(torch.ops, package), name).default for package in ("openreg", "stable_operators")
-        )
-        for what, grad, mode in (
-            ("inference mode", False, torch.inference_mode()),
-            ("no gradient wanted", False, torch.enable_grad()),
-            ("gradient recorded", True, torch.enable_grad()),
-        ):
-            with mode:
-                x, y = (torch.randn(64, device="openreg", requires_grad=grad) for _ in range(2))
-                # Bound now, because the loop continues with other tensors.
-                a, b = medians([lambda op=op, x=x, y=y: op(x, y) for op in (twin, stable)], rounds)
-            print(f"{name:<10} {what:<22} {a:8.2f} {b:8.2f} {b / a:6.2f}")
+    with tempfile.TemporaryDirectory() as folder:
+        for style in STYLES:
+            install(style, Path(folder))
+        sys.path.insert(0, str(Path(folder, "site")))
+        calls = [importlib.import_module(f"weighs_{style}").weigh for style in STYLES]
+    print(f"{'':<22} {STYLES[0]:>8} {STYLES[1]:>8} {'ratio':>6}")
+    for what, grad, mode in (
+        ("inference mode", False, torch.inference_mode()),
+        ("no gradient wanted", False, torch.enable_grad()),
+        ("gradient recorded", True, torch.enable_grad()),
+    ):
+        with mode:
+            x = torch.randn(64, device="openreg", requires_grad=grad)
+            # Bound now, because the loop continues with other tensors.
+            found = compare(*(lambda call=call, x=x: call(x) for call in calls), rounds=301)
+        print(f"{what:<22} {found.reference * 1e6:8.2f} {found.measured * 1e6:8.2f} {found.ratio:6.2f}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Operators of PyTorch's OpInfo database through torch.compile against eager mode, both on the device.
 
-The first 320 of about 740 in the order of their names, forward only. They take about 110 seconds of one core, most of it
-the C++ compiler's. OPENREG_COMPILED_OPS=64 makes the slice shorter; with OPENREG_COMPILED_OPS=all, all run, forward and
+Every ninth of about 740 in the order of their names, forward only. With OPENREG_COMPILED_OPS=all, all run, forward and
 backward.
 
 A graph of one operator would take a second of C++ compilation, so a graph holds a batch of them, and Inductor fuses
@@ -32,9 +31,9 @@ from openreg_tools.core import opinfo
 
 pytestmark = pytest.mark.compiles
 
-ASKED = os.environ.get("OPENREG_COMPILED_OPS", "320")
-SLICE = 1000 if ASKED == "all" else int(ASKED)
-BATCH = 40
+ALL = os.environ.get("OPENREG_COMPILED_OPS") == "all"
+STEP = 1 if ALL else 9
+BATCH = 45
 # Eager mode rounds each intermediate result, a fused kernel only the last.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -185,17 +184,17 @@ def check(batch):
 
 @pytest.fixture(scope="module")
 def cases():
-    return list(itertools.islice(every_case(grad=ASKED == "all"), SLICE))
+    return list(itertools.islice(every_case(grad=ALL), 0, None, STEP))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, SLICE, BATCH))
+@pytest.mark.parametrize("first", range(0, 720 // STEP, BATCH))
 def test_compiled_operators_agree_with_eager_mode(cases, first):
     batch = cases[first : first + BATCH]
-    assert ASKED == "all" or len(batch) == min(BATCH, SLICE - first)
+    assert len(batch) > 30
     found = check(batch)
     assert not found.different, "\n".join(f"{name}: {message[:300]}" for name, message in found.different.items())
-    assert ASKED == "all" or all(name.startswith("jiterator_") for name in found.invalid)  # CUDA's
+    assert ALL or all(name.startswith("jiterator_") for name in found.invalid)  # CUDA's
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_inference_is_the_template_of_the_cpu(dtype):
         assert graph(late, k, v).equal(result)
 
 
-@pytest.mark.parametrize("keys", [8, 40, 70])
+@pytest.mark.parametrize("keys", [8, 70])
 def test_reads_no_memory_behind_the_keys(keys):
     """PyTorch's kernel does with 8 keys beyond whole blocks of 16, where a vector has 8 elements."""
     q, k, v, _ = on("openreg", tensors(keys=keys))
@@ -100,23 +100,21 @@ def test_other_dtypes_and_statistics():
     assert_close(eager.cpu(), expected(*inputs))
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-def test_sizes_may_change(grad):
+def test_sizes_may_change():
     graph = torch.compile(flex_attention, fullgraph=True, dynamic=True)
     for size in (40, 70):
-        inputs = [x.requires_grad_(grad) for x in on("openreg", tensors(size, size)[:3])]
+        inputs = [x.requires_grad_() for x in on("openreg", tensors(size, size)[:3])]
         result, wanted = graph(*inputs), torch.nn.functional.scaled_dot_product_attention(*inputs)
         assert_close(result, wanted)
-        if grad:
-            seed = torch.randn_like(result)
-            gradients = [torch.autograd.grad(y, inputs, seed) for y in (result, wanted)]
-            assert_close(*gradients, rtol=1e-4, atol=1e-5)
+        seed = torch.randn_like(result)
+        gradients = [torch.autograd.grad(y, inputs, seed) for y in (result, wanted)]
+        assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_autocast(compiled):
+def test_autocast():
     with torch.no_grad(), torch.autocast("openreg", dtype=torch.bfloat16):
-        assert attend("openreg", *tensors(), compiled=compiled).dtype == torch.bfloat16
+        for compiled in (False, True):
+            assert attend("openreg", *tensors(), compiled=compiled).dtype == torch.bfloat16
 
 
 def test_the_cpp_wrapper():

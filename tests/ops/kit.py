@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from openreg_tools.check import run as runs
+from openreg_tools.check.checker import prepare
+from openreg_tools.check.report import Report
 from openreg_tools.core.samples import sample_of
 
 DEVICE = "openreg:0"
@@ -81,7 +86,10 @@ def tensors(inputs: Any) -> list[Tensor]:
 
 
 def split(op: torch._ops.OpOverload, sample: Any) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
-    """The operator as a function of the sample's tensors alone, which returns a tuple of tensors; and these."""
+    """The operator as a function of the sample's tensors alone, which returns a tuple of tensors; and these.
+
+    An operator that writes to tensors gets copies, which the function returns too.
+    """
     sample = sample_of(sample)
     values, spec = tree_flatten((sample.args, sample.kwargs))
     where = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
@@ -90,10 +98,13 @@ def split(op: torch._ops.OpOverload, sample: Any) -> tuple[Callable[..., tuple[T
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
         filled = list(values)
+        if mutable := op._schema.is_mutable:
+            tensors = tuple(x.clone() for x in tensors)
         for i, x in zip(where, tensors, strict=True):
             filled[i] = x
         args, kwargs = tree_unflatten(filled, spec)
-        return tuple(leaves(op(*args, **kwargs)))
+        outs = leaves(op(*args, **kwargs))
+        return tuple([*outs, *tensors] if mutable else outs)
 
     return function, given
 
@@ -146,6 +157,12 @@ def check_against(
 
 
 # ---- what every operator must survive ----
+
+
+def check(op: str, samples: Any = None, device: str | None = None, only: Any = (), skip: Any = ()) -> Report:
+    """The checker's report, from this process: its own has to import the compiler for each call."""
+    prepared = prepare(op, samples, device, dtype=torch.float32, reference=None, only=only, skip=skip)
+    return runs.in_process(prepared, 180, lambda where: None)
 
 
 def check_gradients(
@@ -229,77 +246,30 @@ def check_transforms(function: Callable[..., Any], *inputs: Any, grads: bool = T
         assert not pull(torch.ones_like(gradient))[0].requires_grad
 
 
-def check_operator(op: torch._ops.OpOverload, *inputs: Any, skip: Sequence[str] = ()) -> None:
-    """torch.library.opcheck on the device.
+def check_compiled(function: Callable[..., Any], *inputs: Any, grads: bool = True, partial: bool = False) -> set[Any]:
+    """torch.compile with fullgraph gives the eager outputs and gradients, for static and for dynamic shapes.
 
-    Its autograd registration test knows cpu, cuda and xpu only, so that one runs on the CPU, and the key is
-    asked for on the device.
+    Returns what the graphs of forward and backward call.
     """
-    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-    torch.library.opcheck(op, inputs, test_utils=[test for test in tests if test not in skip])
-    host = tree_map_only(Tensor, lambda x: x.detach().cpu().requires_grad_(x.requires_grad), inputs)
-    torch.library.opcheck(op, host, test_utils="test_autograd_registration")
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert has(op.name(), "AutogradPrivateUse1") or has(op.name(), "Autograd")
+    targets: set[Any] = set()
 
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        targets.update(node.target for node in graph.graph.nodes)
+        return make_boxed_func(graph)
 
-def check_operator_without_gradient(op: torch._ops.OpOverload, *inputs: Any, skip: Sequence[str] = ()) -> None:
-    """check_operator for an operator that refuses arguments which require a gradient: they are asked for none.
-
-    opcheck's autograd registration test needs one that does, so only the key is looked for.
-    """
-    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-    for where in (DEVICE, "cpu"):
-        moved = tree_map_only(Tensor, lambda x, where=where: x.to(where, copy=True), inputs)
-        torch.library.opcheck(op, moved, test_utils=[test for test in tests if test not in skip])
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert has(op.name(), "Autograd")
-
-
-def check_operator_forward_only(op: torch._ops.OpOverload, sentence: str, *inputs: Any) -> None:
-    """opcheck of an operator that has no derivative: with a gradient wanted, the one test that runs backward
-    must fail, with `sentence`."""
-    check_operator(op, *inputs)
-    wanted = tuple(
-        x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
-    )
-    check_operator(op, *wanted, skip=["test_aot_dispatch_dynamic"])
-    with pytest.raises(Exception, match=sentence):
-        torch.library.opcheck(op, wanted, test_utils="test_aot_dispatch_dynamic")
-
-
-def check_compiled(function: Callable[..., Any], *inputs: Any, grads: bool = True, partial: bool = False) -> None:
-    """torch.compile with fullgraph gives the eager outputs and gradients, for static and for dynamic shapes."""
     for dynamic in (False, True):
         torch._dynamo.reset()
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+        compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
         if grads:
             (outs, got), (expected_outs, expected) = (run(f, *inputs, partial=partial) for f in (compiled, function))
         else:
-            (outs, got), (expected_outs, expected) = (leaves(f(*inputs)) for f in (compiled, function)), ((), ())
-            outs, expected_outs, got, expected = outs, got, (), ()
+            (outs, got), (expected_outs, expected) = ((leaves(f(*inputs)), []) for f in (compiled, function))
         for actual, eager in zip([*outs, *got], [*expected_outs, *expected], strict=True):
             assert_close(actual, eager, equal_nan=True)
         # A compiled backward may lay out its gradients in any way, on every device.
         assert [x.stride() for x in outs] == [x.stride() for x in expected_outs]
-
-
-def check_exported(function: Callable[..., Any], *inputs: Any) -> torch.export.ExportedProgram:
-    """torch.export traces it with a dynamic first dimension, and the program and its decompositions run."""
-
-    class Module(torch.nn.Module):
-        def forward(self, *args: Tensor) -> Any:
-            return function(*args)
-
-    batch = torch.export.Dim("batch", min=2)
-    long = [isinstance(x, Tensor) and x.dim() > 1 for x in inputs]
-    shapes = tuple({0: batch} if each else None for each in long)
-    program = torch.export.export(Module(), inputs, dynamic_shapes=(shapes,))
-    for graph in (program, program.run_decompositions()):
-        longer = tuple(torch.cat([x, x]) if each else x for x, each in zip(inputs, long, strict=True))
-        for actual, eager in zip(leaves(graph.module()(*longer)), leaves(function(*longer)), strict=True):
-            assert_close(actual, eager)
-    return program
+    return targets
 
 
 def check_same_metadata(function: Callable[..., Any], *inputs: Any) -> None:
@@ -338,19 +308,6 @@ def with_threads(function: Callable[[], Any], counts: Sequence[int] = (1, 2, 3))
 def results(function: Callable[..., Any], *inputs: Any, grads: bool = True, partial: bool = False) -> list[Tensor]:
     """Outputs and, if asked for, gradients."""
     return list(itertools.chain(*run(function, *inputs, partial=partial))) if grads else leaves(function(*inputs))
-
-
-def check_side_stream(function: Callable[..., Any], *inputs: Tensor, grads: bool = True) -> None:
-    """Work on a side stream, waited for through an event, gives the same result as on the default stream."""
-    expected = [x.cpu() for x in results(function, *inputs, grads=grads)]
-    device = inputs[0].device
-    side = torch.Stream(device=device)
-    side.wait_stream(torch.accelerator.current_stream(device))
-    with side:
-        out = results(function, *inputs, grads=grads)
-    side.record_event().synchronize()
-    for actual, default in zip(out, expected, strict=True):
-        assert_close(actual.cpu(), default)
 
 
 def check_other_devices(
@@ -401,9 +358,3 @@ def check_error(function: Callable[..., Any], *inputs: Any, match: str, error: t
                 refuse(where + ", inference mode", moved)
     assert set(sentences.values()) == {sentences["device"]}, sentences
     assert match in sentences["device"]
-
-
-@contextlib.contextmanager
-def autocast(dtype: torch.dtype, device: str = "openreg"):
-    with torch.autocast(device, dtype=dtype):
-        yield

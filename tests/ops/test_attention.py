@@ -7,9 +7,7 @@ import sys
 import kit
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from kit import DEVICE, FLOATS, LAYOUTS, random
-from torch._dynamo.backends.common import aot_autograd
+from kit import DEVICE, FLOATS, random
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
@@ -100,14 +98,6 @@ def test_bias(shape, causal):
 def test_bias_across_blocks(shape, dtype):
     q, k, v = qkv(2, 2, 1, 130, 300, 8, 8, dtype=dtype)
     check(q, k, v, random(*shape, dtype=dtype), causal=True, scale_tolerance=8)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout):
-    q, k, v = (LAYOUTS[layout](x) for x in qkv(2, 4, 2, 5, 7, 3, 4))
-    bias = LAYOUTS[layout](random(4, 5, 7))
-    check(q, k, v, bias, scale_tolerance=2)
-    check(q.mT.contiguous().mT, k, v, causal=True, scale=-0.7, scale_tolerance=2)
 
 
 def test_memory_order_is_what_layers_want():
@@ -263,34 +253,6 @@ def test_second_derivative_of_rows_that_see_nothing():
         assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_second_derivative_of_half_types(dtype):
-    def penalty(function):
-        def of(q, k, v):
-            out, logsumexp = function(q, k, v)
-            return torch.autograd.grad(out.square().sum() + logsumexp.sum(), [q, k, v], create_graph=True)
-
-        return of
-
-    kit.check_against(penalty(attention), penalty(reference), *qkv(1, 2, 1, 3, 4, 8, 8, dtype=dtype), scale=8)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_results_do_not_depend_on_threads(causal, dtype):
-    """The result does not depend on a thread's share or on which of its two backward paths runs."""
-    q, k, v = (x.requires_grad_() for x in qkv(1, 4, 2, 300, 400, 16, 16, dtype=dtype))
-    bias = random(300, 1, dtype=dtype, grad=True)
-
-    def run():
-        out, logsumexp = attention(q, k, v, bias, causal=causal)
-        return out, logsumexp, *torch.autograd.grad(out.sin().sum() + logsumexp.sum(), (q, k, v, bias))
-
-    first, *others = kit.with_threads(run, (1, 2, 3, 7))
-    for result in others:
-        assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
-
-
 # Products of pairs have remainders of queries, keys and widths, and panels of 128 columns. The last has no pairs.
 PAIRS = [
     (1, 2, 1, 33, 129, 40, 24),
@@ -331,26 +293,6 @@ print(run(8192) - small)
     assert kibibytes < 64 * 1024
 
 
-def test_graph_holds_both_operators():
-    graphs = []
-
-    def keep(graph, _):
-        graphs.append(graph)
-        return make_boxed_func(graph)
-
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    torch._dynamo.reset()
-    inputs = qkv(1, 2, 1, 3, 4, 2, 2, grad=True)
-    torch.compile(attention, backend=backend, fullgraph=True)(*inputs)[0].sum().backward()
-    targets = {node.target for graph in graphs for node in graph.graph.nodes}
-    assert {OP, BACKWARD} <= targets
-
-
-def test_exported():
-    program = kit.check_exported(lambda *x: attention(*x, causal=True), *qkv(2, 4, 2, 5, 7, 3, 4))
-    assert any(node.target is OP for node in program.graph.nodes)
-
-
 def test_backward_on_the_cpu_where_queries_lie_in_another_order():
     q, k, v = qkv(2, 4, 2, 5, 7, 3, 4)
     q = random(2, 5, 4, 3).transpose(1, 2)
@@ -361,16 +303,6 @@ def test_backward_on_the_cpu_where_queries_lie_in_another_order():
     for actual, device in zip(on_host, on_device, strict=True):
         assert actual.stride() == device.stride()
         assert_close(actual, device.cpu(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
-def test_autocast_runs_in_lower_precision(device_type):
-    q, k, v = qkv(1, 2, 1, 3, 4, 8, 8, device=device_type, grad=True)
-    with kit.autocast(torch.bfloat16, device_type):
-        out, logsumexp = attention(q, k, v.half(), random(3, 4, device=device_type))
-    assert out.dtype == torch.bfloat16 and logsumexp.dtype == torch.float32
-    out.sum().backward()
-    assert q.grad.dtype == k.grad.dtype == torch.float32
 
 
 def test_rejects():

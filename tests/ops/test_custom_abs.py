@@ -103,25 +103,12 @@ def test_transforms_and_forward_mode_are_an_error(where):
         torch.func.jvp(custom_abs, (x,), (x,))
 
 
-def test_opcheck():
-    kit.check_operator_forward_only(OP, NO_DERIVATIVE, random(3, 8))
-
-
-def test_compiled_of_integers():
-    kit.check_compiled(lambda x: custom_abs(x), values(6, 5, dtype=torch.int64).to(DEVICE), grads=False)
-
-
 @pytest.mark.parametrize("where", [DEVICE, "cpu"])
 def test_compiled_gradient_is_an_error(where):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: custom_abs(x) + x, backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match=NO_DERIVATIVE):
         compiled(random(3, device=where, grad=True)).sum().backward()
-
-
-def test_exported():
-    program = kit.check_exported(custom_abs, random(4, 10))
-    assert any(node.target is OP for node in program.graph.nodes)
 
 
 def test_other_devices():
@@ -131,12 +118,6 @@ def test_other_devices():
     assert y.is_meta and y.dtype == torch.float32 and y.shape == x.shape
     torch._dynamo.reset()
     assert_close(torch.compile(custom_abs, backend="aot_eager", fullgraph=True)(x), x.abs())
-
-
-@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
-def test_autocast_leaves_the_dtype_alone(device_type):
-    with kit.autocast(torch.bfloat16, device_type):
-        assert custom_abs(random(3, device=device_type)).dtype == torch.float32
 
 
 FORMS = {

@@ -6,12 +6,12 @@ The samples come from the meta files. OPTIONS adds some with arguments that thes
 import kit
 import pytest
 import torch
-from kit import DEVICE, LAYOUTS
+from kit import DEVICE, LAYOUTS, check, random
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_ops.meta import op
-from openreg_ops.testing import Sample, check
+from openreg_ops.testing import Sample
 from openreg_tools import backends
 from openreg_tools.core.samples import sample_of
 
@@ -102,33 +102,29 @@ SLOW_GRAPH = {"attention_backward"}
 NOT_MAPPED = MUTABLE | {"nms", "dropout_add"}
 
 
-def test_the_others_say_that_they_have_no_derivative():
-    """Those of which an output can have a gradient."""
-    for name in sorted({*NAMES} - MUTABLE - {*DIFFERENTIABLE}):
-        function, tensors = next(calls(name))
-        if any(out.is_floating_point() for out in function(*tensors)):
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+@pytest.mark.parametrize("name", sorted({*NAMES} - MUTABLE - {*DIFFERENTIABLE}))
+def test_the_others_say_that_they_have_no_derivative(name, where):
+    """Those of which an output can have a gradient, even where another path would give a partial one."""
+    function, tensors = next(calls(name))
+    tensors = [x.to(where) for x in tensors]
+    derived = where == "cpu" and name.endswith("_gradients")  # of the reference
+    if any(out.is_floating_point() for out in function(*tensors)) and not derived:
+        for more in (lambda x: 0, lambda x: x.sum()):
             with pytest.raises(
                 RuntimeError, match=r"derivative for \S+ is not implemented|has no (second )?derivative"
             ):
-                kit.run(function, *tensors, partial=True)
+                kit.run(lambda *x, more=more: [y + more(x[0]) for y in function(*x)], *tensors, partial=True)
 
 
 def size(tensors):
     return sum(x.numel() for x in tensors if x.is_floating_point())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_checker(name):
-    skipped = ["compile_unbacked"]  # test_unbacked.py has these
-    # A backward's own derivatives take seconds each: once, for the sample with most tensors.
-    once = ["compile", "gradgradcheck"] if name.endswith("_backward") else []
-    report = check(f"openreg::{name}", skip=skipped + once)
-    assert report.device == "openreg" and report.of("pass")
-    report.raise_if_failed()
-    if once:
-        samples = [sample_of(sample) for sample in op.SAMPLES[name](DEVICE, torch.float32)]
-        check(f"openreg::{name}", [max(samples, key=tensors_in)], only=once).raise_if_failed()
+UNBACKED = ["fake_unbacked", "compile_unbacked"]
+DERIVATIVES = ["gradcheck", "gradgradcheck", "forward_ad"]
+# The compilers and tracers take seconds for a sample: they get the one with most tensors.
+ONCE_EACH = ["compile", "fake_dynamic", "dtensor"]
 
 
 def tensors_in(sample):
@@ -136,11 +132,25 @@ def tensors_in(sample):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_checker(name):
+    """All checks but the derivatives, which test_gradients has, unless the gradient is not the derivative."""
+    elsewhere = [] if name in UNLIKE_THE_DERIVATIVE else DERIVATIVES
+    report = check(f"openreg::{name}", skip=[*UNBACKED, *ONCE_EACH, *elsewhere])
+    assert report.device == "openreg" and report.of("pass")
+    report.raise_if_failed()
+    sample = max(map(sample_of, op.SAMPLES[name](DEVICE, torch.float32)), key=tensors_in)
+    slow = ["compile_unbacked", "export_unbacked"] if name in SLOW_GRAPH else []
+    report = check(f"openreg::{name}", [sample], only=[*ONCE_EACH, *UNBACKED], skip=slow)
+    report.raise_if_failed()
+    assert not report.of("warn", "fake_unbacked") and report.of("pass", "fake_unbacked"), str(report)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_checker_with_options(name):
-    slow = ["poison", "determinism", "threads", "large"]
-    skipped = [*slow, "compile_unbacked", *["compile"] * name.endswith("_backward")]
-    check(f"openreg::{name}", options_of(name), skip=skipped).raise_if_failed()
+    slow = ["poison", "determinism", "threads", "large", "state"]
+    check(f"openreg::{name}", options_of(name), skip=[*slow, *UNBACKED, *ONCE_EACH, *DERIVATIVES]).raise_if_failed()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -202,7 +212,7 @@ def test_half_types_are_computed_in_float32_and_rounded_once(name, device, dtype
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", sorted(set(NAMES) - MUTABLE - {"nms"}))
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"nms"}))
 def test_metadata(name, layout):
     """Of the outputs: what the fake kernel and meta tensors say, in inference mode too, is what the kernel gives."""
     for function, tensors in calls(name):
@@ -229,9 +239,9 @@ def test_transforms(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(NAMES) - MUTABLE - {"nms"}))
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"nms"}))
 def test_compiled_among_others(name):
-    """Between a view and arithmetic, in one graph; by itself, the checker compiles it."""
+    """Between a view and arithmetic, in one graph, which holds the operator and the one that computes its gradients."""
     which, function, tensors = next((i, *call) for call in calls(name) for i, x in enumerate(call[1]) if x.dim() > 1)
 
     def among(*tensors):
@@ -240,12 +250,15 @@ def test_compiled_among_others(name):
 
     grads = name in DIFFERENTIABLE and name not in SLOW_GRAPH
     inputs = [x.mT.contiguous() if i == which else x for i, x in enumerate(tensors)]
-    kit.check_compiled(among, *inputs, grads=grads, partial=name in PARTIAL)
+    targets = kit.check_compiled(among, *inputs, grads=grads, partial=name in PARTIAL)
+    if name not in MUTABLE and not name.endswith(("_backward", "_gradients")):
+        kernels = [each for each in (name, f"{name}_backward", f"{name}_gradients") if each in NAMES]
+        assert {getattr(torch.ops.openreg, each).default for each in kernels} <= targets
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", sorted(set(NAMES) - MUTABLE - {"nms"}))
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"nms"}))
 def test_other_devices(name, dtype):
     """On the CPU, eager, compiled and in inference mode, it gives the device's result; on meta, the shapes."""
     grads = name in DIFFERENTIABLE and name not in SLOW_GRAPH
@@ -255,12 +268,14 @@ def test_other_devices(name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.parametrize("name", NAMES)
 def test_checker_on_the_cpu(name):
     """The reference stands for the operator there, in its derivatives too."""
-    only = ["autograd_registration", "gradcheck", "gradgradcheck", "forward_ad"]
+    only = ["fake_unbacked", *(["autograd_registration", *DERIVATIVES] if name in DIFFERENTIABLE else [])]
     samples = [*op.SAMPLES[name]("cpu", torch.float32)][:1]
-    check(f"openreg::{name}", samples, "cpu", only=only).raise_if_failed()
+    report = check(f"openreg::{name}", samples, "cpu", only=only)
+    report.raise_if_failed()
+    assert not report.of("warn", "fake_unbacked") and report.of("pass", "fake_unbacked"), str(report)
 
 
 @pytest.mark.parametrize("where", [DEVICE, "cpu"])
@@ -304,3 +319,141 @@ def test_a_tangent_of_one_input(name):
                 duals = [forward_ad.unpack_dual(out).tangent for out in outs]
                 found.append([torch.zeros_like(y) if t is None else t for y, t in zip(outs, duals, strict=True)])
         torch.testing.assert_close(*found, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*DIFFERENTIABLE} - NO_SECOND_DERIVATIVE - {"dropout_add", "fake_quantize_backward"})
+)
+def test_gradients_of_one_input_through_one_output(name):
+    """They are the reference's: no gradient that nobody asked for is needed, and an output without one counts as zero."""
+
+    def found(function, tensors, wanted, output):
+        leaves = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(tensors)]
+        out = function(*leaves)[output]
+        if not out.requires_grad:
+            return None
+        return torch.autograd.grad(out, leaves[wanted], kit.cotangents([out]), materialize_grads=True)[0]
+
+    for sample in samples_of(name, dtype=torch.float64):
+        function, tensors = kit.split(getattr(torch.ops.openreg, name).default, sample)
+        reference, _ = kit.split(op.reference_of(name), sample)
+        for output in range(len(function(*tensors))):
+            for wanted in (i for i, x in enumerate(tensors) if x.is_floating_point()):
+                actual, expected = (found(each, tensors, wanted, output) for each in (function, reference))
+                assert (actual is None) == (expected is None)
+                assert actual is None or not torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    sorted(each for each in {*DIFFERENTIABLE} - ONCE - PARTIAL - UNLIKE_THE_DERIVATIVE if f"{each}_backward" in NAMES),
+)
+def test_second_derivative_of_half_types(name, dtype):
+    """Test_gradients is for float64; here the half types' second derivative meets the one in float32."""
+    function, tensors = next(calls(name, dtype))
+
+    def penalty(*inputs):
+        outs = [out for out in function(*inputs) if out.requires_grad]
+        wanted = [x for x in inputs if x.requires_grad]
+        return torch.autograd.grad(sum(out.square().sum() for out in outs), wanted, create_graph=True)
+
+    if name == "fused_add_rms_norm":  # the norm is of the sum as it is returned, which is rounded
+        tensors[1] = torch.zeros_like(tensors[1])
+    near = {key: 8 * value for key, value in kit.TOLERANCE[dtype].items()}
+    narrow, wide = (kit.run(penalty, *(cast(x) for x in tensors)) for cast in (torch.clone, widened))
+    for actual, expected in zip([*narrow[0], *narrow[1]], [*wide[0], *wide[1]], strict=True):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.float(), expected, **near)
+
+
+def widened(x):
+    return x.float() if x.is_floating_point() else x
+
+
+# The dtype in which autocast to bfloat16 runs an operator with arguments of bfloat16 and float32.
+AUTOCAST = {
+    **dict.fromkeys(["rms_norm", "fused_add_rms_norm", "cross_entropy", "fake_quantize", "nms"], torch.float32),
+    **dict.fromkeys(["attention", "linear_cross_entropy", "grouped_linear"], torch.bfloat16),
+    **dict.fromkeys(["rotary_embedding", "swiglu", "dropout_add"], "widest"),
+    **dict.fromkeys(["custom_abs", "quantize_rowwise", "dequantize_rowwise", "int8_linear", "adamw_step_"], None),
+    **dict.fromkeys([name for name in NAMES if name.startswith(("scale_gradient", "custom_autograd_fn"))], None),
+}
+
+
+@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast(name, device_type):
+    rule, function = AUTOCAST[name], getattr(torch.ops.openreg, name).default
+    sample = max(samples_of(name, device_type), key=tensors_in)
+    function, tensors = kit.split(function, sample)
+    floats = [i for i, x in enumerate(tensors) if x.is_floating_point()]
+
+    def of(given, enabled):
+        torch.manual_seed(0)
+        with torch.autocast(device_type, torch.bfloat16, enabled=enabled):
+            return [out.detach() for out in function(*given)]
+
+    def cast(given, *dtypes):
+        """The floating-point tensors in these dtypes, the last of which is for the rest."""
+        left = iter([*dtypes, *dtypes[-1:] * len(given)])
+        return [x.to(next(left)) if i in floats else x for i, x in enumerate(given)]
+
+    half, single = torch.bfloat16, torch.float32
+    for dtypes in ((half,), (half, single)) if rule else ((single,),):
+        given = cast(tensors, *dtypes)
+        runs_in = rule if isinstance(rule, torch.dtype) else half if half in dtypes[-1:] else single
+        for a, b in zip(of(given, True), of(cast(given, runs_in), False), strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _boxes(n, dtype):
+    corners = torch.rand(n, 2, device=DEVICE) * 40
+    return torch.cat([corners, corners + 1 + torch.rand(n, 2, device=DEVICE)], 1).to(dtype)
+
+
+def _quantized(rows, columns):
+    return torch.ops.openreg.quantize_rowwise(random(rows, columns))
+
+
+def _classes(rows, classes):
+    return torch.randint(classes, (rows,)).to(DEVICE)
+
+
+# Enough work for several threads: arguments and options for a dtype.
+LARGE = {
+    "attention": lambda t: ([*(random(1, h, n, 16, dtype=t) for h, n in ((4, 300), (2, 400), (2, 400))), random(300, 1, dtype=t)],
+                            dict(causal=True)),
+    "cross_entropy": lambda t: ([random(300, 500, dtype=t), _classes(300, 500)], dict(label_smoothing=0.1, z_loss=0.1)),
+    "dropout_add": lambda t: ([random(1000, 257, dtype=t), random(1000, 257, dtype=t), 0.3], {}),
+    "fake_quantize": lambda t: ([random(3, 200_000, dtype=t), random(3).abs() + 0.1,
+                                 torch.zeros(3, dtype=torch.int32, device=DEVICE), -8, 7, 0], {}),
+    "fused_add_rms_norm": lambda t: ([random(1000, 64, dtype=t), random(1000, 64, dtype=t), random(64, dtype=t)], {}),
+    "int8_linear": lambda t: ([random(300, 64, dtype=t), *_quantized(100, 64)], {}),
+    "kv_cache_update": lambda t: ([*(random(n, 4, 32, dtype=t) for n in (3000, 3000, 2000, 2000)),
+                                   torch.randperm(3000)[:2000].to(DEVICE)], {}),
+    "linear_cross_entropy": lambda t: ([random(600, 70, dtype=t), random(1700, 70, dtype=t), _classes(600, 1700),
+                                        random(1700, dtype=t)], dict(label_smoothing=0.1, z_loss=0.1)),
+    "nms": lambda t: ([_boxes(4000, t), random(4000, dtype=t), 0.2], {}),
+    "quantize_rowwise": lambda t: ([random(1000, 77, dtype=t)], {}),
+    "rms_norm": lambda t: ([random(1000, 64, dtype=t), random(64, dtype=t)], {}),
+    "rotary_embedding": lambda t: ([random(40, 30, 50, 32, dtype=t).transpose(1, 2), random(30, 16, dtype=t),
+                                    random(30, 16, dtype=t)], {}),
+    "swiglu": lambda t: ([random(300, 2000, dtype=t), random(300, 2000, dtype=t)], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LARGE)
+def test_results_do_not_depend_on_threads(name, dtype):
+    """To the bit, gradients too."""
+    arguments, options = LARGE[name](dtype)
+    function = getattr(torch.ops.openreg, name).default
+
+    def call():
+        torch.manual_seed(0)
+        return kit.results(lambda *x: function(*x, **options), *arguments, grads=name in DIFFERENTIABLE, partial=True)
+
+    first, *others = kit.with_threads(call, (1, 2, 3, 7))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(other, first, strict=True))

@@ -3,7 +3,7 @@
 import kit
 import pytest
 import torch
-from kit import DEVICE, FLOATS, LAYOUTS, random
+from kit import DEVICE, FLOATS, random
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import linear
 from torch.testing import assert_close
@@ -86,15 +86,6 @@ def test_matches_reference(numbers, features, dtype, bias):
     assert_close(grouped_linear(x, weights, b, group_sizes.int()), grouped_linear(x, weights, b, group_sizes))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout):
-    x, weights, bias, group_sizes = inputs_of((2, 1, 4), (6, 5))
-    x, *rest = (LAYOUTS[layout](each) for each in flattened(x, weights, bias, group_sizes))
-    kit.check_against(flat(grouped_linear, (2, 1, 4)), flat(reference, (2, 1, 4)), x, *rest, scale=2)
-    strided = torch.stack([group_sizes, group_sizes], 1)[:, 0]
-    assert_close(grouped_linear(x, rest[:3], None, strided), grouped_linear(x, rest[:3], None, group_sizes))
-
-
 def test_weights_that_are_one_tensor():
     """Experts of one stacked parameter, and their transposes: neither is copied."""
     stacked = random(3, 5, 4, grad=True)
@@ -107,16 +98,6 @@ def test_weights_that_are_one_tensor():
     transposed = [w.mT for w in random(3, 4, 5).unbind()]
     expected = reference(x, transposed, None, group_sizes)
     assert_close(grouped_linear(x, transposed, None, group_sizes), expected, **kit.TOLERANCE[torch.float32])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_types_accumulate_in_float32(dtype):
-    """A sum of 4096 ones stops at 256 in bfloat16, and at 2048 in float16."""
-    x, weight = torch.ones(4096, 4096, dtype=dtype, device=DEVICE), torch.ones(1, 4096, dtype=dtype, device=DEVICE)
-    assert (grouped_linear(x[:2], [weight], None, sizes(2)) == 4096).all()
-    grad_y = torch.ones(4096, 1, dtype=dtype, device=DEVICE)
-    _, (grad_weight,), (grad_bias,) = grouped_linear_backward(grad_y, x, [weight], sizes(4096), [False, True, True])
-    assert (grad_weight == 4096).all() and (grad_bias == 4096).all()
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["oneDNN", "without oneDNN"])
@@ -147,22 +128,19 @@ def test_groups_of_few_rows(features, dtype):
     kit.check_against(flat(grouped_linear, numbers), flat(reference, numbers), x, *weights, *bias, scale=scale)
 
 
-@pytest.mark.parametrize("numbers", [(300, 5, 200), (40,)], ids=["tiles", "one tile each"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("numbers", [(0, 300, 1, 40), (700,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_does_not_depend_on_threads(dtype, numbers):
     x, weights, bias, group_sizes = inputs_of(numbers, (130, 300), dtype=dtype)
     grad = random(sum(numbers), 300, dtype=dtype)
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            grad_x, grad_weights, grad_bias = grouped_linear_backward(grad, x, weights, group_sizes, [True] * 3)
-            results.append([grouped_linear(x, weights, bias, group_sizes), grad_x, *grad_weights, *grad_bias])
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+
+    def run():
+        grads = grouped_linear_backward(grad, x, weights, group_sizes, [True] * 3)
+        return kit.leaves((grouped_linear(x, weights, bias, group_sizes), *grads))
+
+    first, *others = kit.with_threads(run)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(other, first, strict=True))
 
 
 # ---- autograd ----
@@ -315,38 +293,6 @@ def test_sizes_and_rows_change_without_recompiling(where):
         torch.compile(grouped_linear, backend="aot_eager", dynamic=True)(
             x.detach(), [w.detach() for w in weights], None, sizes(20, 19, device=where)
         )
-
-
-def test_exported():
-    class Experts(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            _, weights, bias, _ = inputs_of()
-            self.weights, self.bias = torch.nn.ParameterList(weights), torch.nn.ParameterList(bias)
-
-        def forward(self, x, group_sizes):
-            return grouped_linear(x, list(self.weights), list(self.bias), group_sizes)
-
-    module = Experts()
-    rows = torch.export.Dim("rows", min=2)
-    with torch.no_grad():
-        program = torch.export.export(module, (random(5, 4), sizes(2, 0, 3)), dynamic_shapes=({0: rows}, {}))
-    assert any(node.target is OP for node in program.graph.nodes)
-    x, group_sizes = random(9, 4), sizes(4, 4, 1)
-    for graph in (program, program.run_decompositions()):
-        assert_close(graph.module()(x, group_sizes), module(x, group_sizes))
-
-
-@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
-def test_autocast_runs_in_the_lower_dtype(device_type):
-    x, weights, bias, group_sizes = inputs_of(device=device_type, grad=True)
-    with kit.autocast(torch.bfloat16, device_type):
-        y = grouped_linear(x, weights, bias, group_sizes)
-    assert y.dtype == torch.bfloat16
-    y.float().sum().backward()
-    assert all(t.grad.dtype == torch.float32 for t in flattened(x, weights, bias, group_sizes))
-    expected = reference(x.bfloat16(), [w.bfloat16() for w in weights], [b.bfloat16() for b in bias], group_sizes)
-    assert_close(y, expected, **kit.TOLERANCE[torch.bfloat16])
 
 
 # ---- refused ----

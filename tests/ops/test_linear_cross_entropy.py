@@ -7,10 +7,8 @@ import time
 import kit
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from kit import DEVICE, FLOATS, LAYOUTS, random
+from kit import DEVICE, FLOATS, random
 from torch._dynamo import compiled_autograd
-from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
 from openreg_ops import linear_cross_entropy, linear_cross_entropy_gradients
@@ -142,17 +140,6 @@ def test_onednn_is_disabled_while_a_loop_runs():
         thread.join()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout):
-    x, weight, bias = (LAYOUTS[layout](x) for x in inputs(3, 4, 6, classes=10))
-    target = LAYOUTS[layout](targets(3, 4, classes=10))
-    for options in OPTIONS:
-        check(target, x, weight, bias, scale=2, **options)
-    check(target.int(), x, weight)
-    kit.check_same_metadata(lambda *a: OP(*a, reduction="none"), x, weight, target.int())
-    kit.check_same_metadata(GRADIENTS, x.half(), weight.half(), target, bias.half(), None)
-
-
 def test_ignored_rows():
     x, weight, bias = inputs(5, 4, classes=7)
     target = kit.tensor([3, -100, 0, -100, 6])
@@ -271,20 +258,6 @@ def test_gradients_of_float16_do_not_underflow():
     assert_close(grad.cpu().double(), torch.full((rows, 4), gradient * 2**16, dtype=torch.float64), rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_results_do_not_depend_on_threads(dtype):
-    x, weight, bias = (t.requires_grad_() for t in inputs(600, 70, classes=1700, dtype=dtype))
-    target = targets(600, classes=1700)
-
-    def run():
-        loss = linear_cross_entropy(x, weight, target, bias, label_smoothing=0.1, z_loss=0.1)
-        return loss, *torch.autograd.grad(loss, (x, weight, bias))
-
-    first, *others = kit.with_threads(run, (1, 2, 3, 7))
-    for result in others:
-        assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
-
-
 def test_memory():
     """A quarter of what the layer and the loss take, where rows and classes are many."""
     x, weight = (t.requires_grad_() for t in inputs(2048, 64, classes=2000, bias=False))
@@ -304,41 +277,6 @@ def test_memory():
         before = torch.openreg.memory_allocated()
         linear_cross_entropy(x, weight, target)
         assert torch.openreg.max_memory_allocated() - before < 0.1 * 4 * 2048 * 2000
-
-
-def test_graph_holds_the_operator_that_computes_gradients():
-    graphs = []
-
-    def keep(graph, _):
-        graphs.append(graph)
-        return make_boxed_func(graph)
-
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    torch._dynamo.reset()
-    x, weight = (t.requires_grad_() for t in inputs(3, 4, classes=5, bias=False))
-    torch.compile(linear_cross_entropy, backend=backend, fullgraph=True)(x, weight, kit.tensor([0, 1, 2])).backward()
-    targets = [node.target for graph in graphs for node in graph.graph.nodes]
-    assert targets.count(GRADIENTS) == 1 and OP not in targets
-
-
-def test_exported():
-    x, weight = inputs(4, 3, classes=10, bias=False)
-
-    class Head(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(weight)
-
-        def forward(self, x, target):
-            return linear_cross_entropy(x, self.weight, target, z_loss=0.1)
-
-    rows = torch.export.Dim("rows", min=2)
-    target = targets(4, classes=10)
-    with torch.no_grad():
-        program = torch.export.export(Head(), (x, target), dynamic_shapes=({0: rows}, {0: rows}))
-    assert any(node.target is OP for node in program.graph.nodes)
-    longer = torch.cat([x, x]), torch.cat([target, target])
-    assert_close(program.module()(*longer), Head()(*longer))
 
 
 def test_mapped_gradients_and_the_second_derivative():
@@ -402,18 +340,6 @@ def test_gradients_of_half_types_on_the_cpu():
     ):
         assert actual.is_cpu and actual.dtype == device.dtype == torch.float32
         assert_close(actual, device.cpu(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
-def test_autocast_runs_in_lower_precision(device_type):
-    x, weight, bias = (t.to(device_type).requires_grad_() for t in inputs(3, 8, classes=5))
-    target = torch.tensor([1, 2, 3], device=device_type)
-    with kit.autocast(torch.bfloat16, device_type):
-        loss = linear_cross_entropy(x, weight, target, bias)
-    lower = linear_cross_entropy(x.bfloat16(), weight.bfloat16(), target, bias.bfloat16())
-    assert loss.dtype == torch.float32 and loss.item() == lower.item()
-    loss.backward()
-    assert x.grad.dtype == weight.grad.dtype == bias.grad.dtype == torch.float32
 
 
 def test_rejects_a_target_that_is_no_class():

@@ -5,7 +5,7 @@ import textwrap
 import kit
 import pytest
 import torch
-from kit import DEVICE, FLOATS, LAYOUTS, random
+from kit import DEVICE, FLOATS, random
 from processes import python
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
@@ -120,30 +120,6 @@ def test_ties_and_special_values(where):
         assert nms(apart, scores(1.0, 2.0, 3.0, 4.0, 5.0), threshold).tolist() == [4]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout):
-    boxes, scores = LAYOUTS[layout](boxes_of(20)), LAYOUTS[layout](random(20))
-    assert nms(boxes, scores, 0.3).tolist() == reference(boxes.cpu(), scores.cpu(), 0.3).tolist()
-
-
-def test_does_not_depend_on_threads():
-    boxes, scores = boxes_of(4000, spread=40.0), random(4000)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        expected = nms(boxes, scores, 0.2)
-        torch.set_num_threads(3)
-        assert torch.equal(nms(boxes, scores, 0.2), expected)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_half_types_are_computed_in_float32():
-    """In float16 the area 300 * 300 would be inf, and every overlap 0 or NaN."""
-    boxes = kit.tensor([[0.0, 0, 300, 300], [0.0, 0, 300, 299]], dtype=torch.float16)
-    assert nms(boxes, kit.tensor([1.0, 0.5], dtype=torch.float16), 0.9).tolist() == [0]
-
-
 # ---- autograd, transforms, compilation ----
 
 
@@ -185,19 +161,6 @@ def test_compiled_size_is_unbacked(where, dynamic):
         assert counter.frame_count == 1
 
 
-def test_exported():
-    class Module(torch.nn.Module):
-        def forward(self, boxes, scores):
-            return boxes[nms(boxes, scores, 0.3)]
-
-    n = torch.export.Dim("n", min=2)
-    program = torch.export.export(Module(), (boxes_of(9), random(9)), dynamic_shapes=({0: n}, {0: n}))
-    assert any(node.target is OP for node in program.graph.nodes)
-    for graph in (program, program.run_decompositions()):
-        boxes, scores = boxes_of(30), random(30)
-        assert_close(graph.module()(boxes, scores), boxes[nms(boxes, scores, 0.3)])
-
-
 def test_metadata():
     """Under FakeTensorMode: an int64 vector of unknown length on the device of boxes."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
@@ -220,37 +183,6 @@ def test_vmap_is_refused(where):
             torch.vmap(lambda b, s: nms(b, s, 0.3), in_dims=dims)(*inputs)
     same = torch.vmap(lambda x: x[nms(boxes, scores, 0.3)])(torch.stack([boxes, boxes]))
     assert torch.equal(same[0], boxes[nms(boxes, scores, 0.3)])
-
-
-def test_side_stream(device):
-    boxes, scores = boxes_of(50).to(device), random(50, device=device)
-    side = torch.Stream(device=device)
-    with side:
-        kept = nms(boxes, scores, 0.3)
-    side.synchronize()
-    assert kept.device == boxes.device
-    assert kept.tolist() == reference(boxes.cpu(), scores.cpu(), 0.3).tolist()
-
-
-def test_other_devices():
-    for dtype in FLOATS:
-        for n in (0, 1, 40):
-            boxes, scores = boxes_of(n, dtype).cpu(), random(n, dtype=dtype, device="cpu")
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            expected = reference(boxes.to(wide), scores.to(wide), 0.3)
-            kept = nms(boxes, scores, 0.3)
-            assert kept.tolist() == expected.tolist() and kept.dtype == torch.int64
-            with torch.inference_mode():
-                assert torch.equal(nms(boxes, scores, 0.3), kept)
-
-
-@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
-def test_autocast_runs_in_float32(device_type):
-    """With one dtype for both: without autocast they would be refused."""
-    boxes, scores = boxes_of(20).to(device_type).half(), random(20, device=device_type)
-    with kit.autocast(torch.bfloat16, device_type):
-        kept = nms(boxes, scores, 0.3)
-    assert torch.equal(kept, nms(boxes.float(), scores, 0.3))
 
 
 def test_rejects():

@@ -3,7 +3,7 @@
 import kit
 import pytest
 import torch
-from kit import DEVICE, FLOATS, LAYOUTS, random
+from kit import DEVICE, FLOATS, random
 from torch.testing import assert_close
 
 from openreg_ops import rotary_embedding, rotary_embedding_backward
@@ -60,14 +60,6 @@ def test_tables_broadcast(table, interleaved):
     kit.check_against(rotary_embedding, reference, random(2, 3, 5, 12), random(*table), random(*table), interleaved)
 
 
-@BOTH
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, interleaved):
-    change = LAYOUTS[layout]
-    x, cos, sin = change(random(2, 3, 5, 12)), change(random(5, 6)), change(random(5, 6))
-    kit.check_against(rotary_embedding, reference, x, cos, sin, interleaved)
-
-
 def test_heads_after_positions():
     """[B, S, H, D] and its transpose are read where they lie."""
     x, (cos, sin) = random(2, 5, 3, 8), tables(5, 4)
@@ -102,23 +94,6 @@ def test_turning_back_gives_x():
     assert_close(rotary_embedding_backward(rotary_embedding(x, cos, sin), cos, sin), x, rtol=0, atol=1e-12)
 
 
-def test_results_do_not_depend_on_threads():
-    x, (cos, sin) = random(40, 30, 50, 32).transpose(1, 2), tables(30, 16)
-    results = kit.with_threads(lambda: rotary_embedding(x, cos, sin))
-    assert all(torch.equal(each, results[0]) for each in results[1:])
-
-
-@BOTH
-def test_derivatives_in_x_or_a_table_alone(interleaved):
-    f64 = dict(dtype=torch.float64, grad=True)
-    x, cos, sin = random(2, 3, 6, **f64), random(3, 3, **f64), random(3, 3, **f64)
-    for function in (rotary_embedding, rotary_embedding_backward):
-        plain = cos.detach(), sin.detach()
-        kit.check_gradients(lambda x, f=function, t=plain: f(x, *t, interleaved), x)
-    kit.check_gradients(lambda c: rotary_embedding(x.detach(), c, sin.detach(), interleaved), cos)
-    kit.check_gradients(lambda s: rotary_embedding(x.detach(), cos.detach(), s, interleaved), sin)
-
-
 def test_x_is_kept_only_for_the_tables_gradient():
     x, (cos, sin) = random(5, 8, grad=True), tables(5, 4)
     kept = []
@@ -127,23 +102,6 @@ def test_x_is_kept_only_for_the_tables_gradient():
         assert kept == [cos.data_ptr(), sin.data_ptr()]
         rotary_embedding(x, cos.clone().requires_grad_(), sin)
         assert x.data_ptr() in kept
-
-
-def test_exported():
-    program = kit.check_exported(rotary_embedding, random(4, 6, 10), random(5), random(5))
-    assert any(node.target is OP for node in program.graph.nodes)
-
-
-@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
-def test_autocast_promotes(device_type):
-    x = random(3, 8, dtype=torch.bfloat16, device=device_type, grad=True)
-    cos, sin = (random(3, 4, device=device_type) for _ in range(2))
-    with kit.autocast(torch.bfloat16, device_type):
-        y = rotary_embedding(x, cos, sin)
-        assert rotary_embedding(x, cos.bfloat16(), sin.bfloat16()).dtype == torch.bfloat16
-    assert y.dtype == torch.float32
-    y.sum().backward()
-    assert x.grad.dtype == torch.bfloat16
 
 
 def test_rejects():

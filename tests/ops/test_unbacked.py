@@ -1,33 +1,11 @@
-"""Data-dependent sizes: every operator of the suite traces and compiles with them."""
+"""Data-dependent sizes: operators that take them among others. test_every_operator.py has each by itself."""
 
 import pytest
 import torch
 
-from openreg_ops.meta import op
 from openreg_ops.testing import check
 
 CHECKS = ["fake_unbacked", "compile_unbacked"]
-
-
-def clean(report):
-    return not report.of("warn") and report.passed and report.of("pass", "fake_unbacked")
-
-
-@pytest.mark.parametrize("name", sorted(op.SAMPLES))
-def test_on_the_device(name):
-    samples = list(op.SAMPLES[name]("openreg", torch.float32))
-    report = check(f"openreg::{name}", samples, "openreg", only="fake_unbacked")
-    assert clean(report), str(report)
-    if name != "attention_backward":  # ten seconds for each sample; `python -m openreg_ops check` runs it
-        report = check(f"openreg::{name}", samples[:1], "openreg", only=CHECKS)
-        assert clean(report), str(report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(op.SAMPLES))
-def test_on_the_cpu(name):
-    report = check(f"openreg::{name}", list(op.SAMPLES[name]("cpu", torch.float32))[:1], "cpu", only="fake_unbacked")
-    assert clean(report), str(report)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
