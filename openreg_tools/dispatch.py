@@ -21,21 +21,8 @@ import torch
 
 from openreg_tools import backends, manifest
 from openreg_tools.backends import Has, Kernel
-from openreg_tools.core.device import (  # noqa: F401 -- until every tool imports them from there
-    LACKS,
-    Target,
-    Unusable,
-    default,
-    has_events,
-    is_lacking,
-    load,
-    synchronize,
-    usable,
-)
-from openreg_tools.core.device import add_device as add_arguments  # noqa: F401
-from openreg_tools.core.device import target_of as target  # noqa: F401
 
-__all__ = ["HAS", "Has", "Kernel", "Target", "has", "kernels", "names", "schema"]
+__all__ = ["HAS", "has", "kernels", "names", "schema"]
 
 HAS = ("own", "shared", "composite", "fallback", "refused")
 

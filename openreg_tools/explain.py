@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map
 
 from openreg_tools import dispatch
+from openreg_tools.backends import Has
 from openreg_tools.core.blocks import WIDTH, Block, Lines, Section, Text, cut, hanging, wrapped
 from openreg_tools.core.device import Target, Unusable, add_device, load, target_of
 from openreg_tools.core.options import Wrong, unknown
@@ -37,8 +38,8 @@ class Explanation(Report):
     schema: str
     called: str  # with what, or that it was not
     target: Target
-    has: dispatch.Has
-    end: tuple[str, dispatch.Has]  # the out variant that a structured operator runs, or itself, and its kernel
+    has: Has
+    end: tuple[str, Has]  # the out variant that a structured operator runs, or itself, and its kernel
     steps: list[Step]  # the kernels that run, in order
     others: list[Step]  # keys that the call does not have, or falls through
     calls: list[Call]  # made by running it

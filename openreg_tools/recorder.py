@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from openreg_tools import dispatch
+from openreg_tools.backends import Kernel
 from openreg_tools.core import place
 from openreg_tools.core.device import Target
 from openreg_tools.core.samples import dtype_name
@@ -58,7 +59,7 @@ def about(key: str) -> str:
     return next((does for name, does in DOES.items() if key.startswith(name)), "")
 
 
-def step(op: str, key: str, kernel: dispatch.Kernel | None) -> Step:
+def step(op: str, key: str, kernel: Kernel | None) -> Step:
     """What `key` does with an operator whose table has `kernel` there."""
     if kernel is None or not about(key):
         here = dispatch.has(op, key)

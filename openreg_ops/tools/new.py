@@ -20,7 +20,7 @@ from pathlib import Path
 
 from openreg_ops import _build
 from openreg_tools import dispatch
-from openreg_tools.forms import Wrong
+from openreg_tools.core.options import Wrong
 
 TEMPLATES = Path(__file__).parent / "templates"
 STYLES = {

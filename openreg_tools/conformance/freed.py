@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from openreg_tools import dispatch
 from openreg_tools.conformance.outcomes import Report, first_line
+from openreg_tools.core.device import synchronize
 from openreg_tools.core.move import Move
 
 CHECK = "freed"
@@ -74,7 +74,7 @@ def compare(
                 warnings.simplefilter("ignore")
                 try:
                     call(move)
-                    dispatch.synchronize(move.device)
+                    synchronize(move.device)
                 except Exception as error:
                     if "INTERNAL ASSERT" in str(error):
                         message = f"{what}, tensor {which} without memory: {first_line(error)}"

@@ -11,7 +11,7 @@ from processes import python
 
 import openreg_ops
 from openreg_ops.tools.new import PACKAGE_FILES, add_arguments, main, new_package
-from openreg_tools.forms import Wrong
+from openreg_tools.core.options import Wrong
 
 STYLES = ["forward-only", "separate", "function", "stable"]
 PATH = str(Path(openreg_ops.__file__).parents[1])
