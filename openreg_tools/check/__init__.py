@@ -2,6 +2,6 @@
 
 from openreg_tools.check.checker import check
 from openreg_tools.check.report import Report
-from openreg_tools.samples import Sample
+from openreg_tools.core.samples import Sample
 
 __all__ = ["Report", "Sample", "check"]
