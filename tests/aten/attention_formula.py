@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -243,13 +243,12 @@ def check_case(name: str, a: Arguments, device: str) -> list[tuple[str, str]]:
     return failures
 
 
-def check(op: Any, dtype: torch.dtype, device: str, at: Callable[[str], None]) -> Iterator[tuple[int, str, str]]:
+def check(op: Any, dtype: torch.dtype, device: str) -> Iterator[tuple[int, str, str]]:
     """Check every sample of an OpInfo of `OPERATORS`; (sample, kind, message), kind being "" where all agrees."""
     name = op.name.rpartition(".")[2]
     key = torch._C._dispatch_key_for_device(torch.device(device).type)
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
         return  # PyTorch has no formula for it
     for i, arguments in enumerate(_samples(op, name, dtype)):
-        at(f"attention, sample {i}")
         failures = check_case(name, arguments, device)
         yield from ((i, kind, message) for kind, message in failures or [("", "")])
