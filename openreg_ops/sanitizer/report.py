@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import threading
 import traceback
@@ -17,7 +18,6 @@ from torch.cuda._sanitizer import AccessType
 from torch.utils._traceback import CapturedTraceback
 
 from openreg_ops.device.memory import address_of
-from openreg_ops.sanitizer.source_files import FILES
 
 __all__ = [
     "READ",
@@ -44,8 +44,9 @@ class Collective:
     seq_num: int
 
 
-# Frames that a trace leaves out: the race detector's, and torch's way to a dispatch mode.
-_OURS = (*FILES, "torch/_compile.py", "torch/_dynamo/eval_frame.py")
+# Frames that a trace leaves out: the sanitizer's, and torch's way to a dispatch mode.
+_OWN = os.path.dirname(__file__) + os.sep
+_TO_A_MODE = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 
 
 def _stream_name(stream: Stream | Collective | None) -> str:
@@ -74,7 +75,11 @@ class Trace:
     def format(self) -> list[str]:
         """The lines, the innermost last. In a backward pass, they begin with the call of backward()."""
         above = [traceback.FrameSummary(code.co_filename, line, code.co_name) for code, line in reversed(self.above)]
-        frames = [frame for frame in (*above, *self.here.summary()) if not frame.filename.endswith(_OURS)]
+        frames = [
+            frame
+            for frame in (*above, *self.here.summary())
+            if not frame.filename.startswith(_OWN) and not frame.filename.endswith(_TO_A_MODE)
+        ]
         lines = traceback.format_list(frames)
         if self.node:
             lines.append(f"  in the backward of {self.node}\n")

@@ -205,7 +205,7 @@ for mode in ("inline", "async", "sync"):
     noted.clear()
     with stream:
         thread = send(signal.SIGUSR1, 2)
-        torch.openreg._sleep(4 * S)  # in sync mode the wait
+        torch.openreg._sleep(S * 3 // 2)  # in sync mode the wait
         assert x.nonzero().tolist() == [[0], [1], [2], [3]]  # in the others
         assert stream.query() and noted == [False, False], (mode, noted)
         thread.join()

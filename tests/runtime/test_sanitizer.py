@@ -15,7 +15,8 @@ import torch
 import torch.openreg._sanitizer as sanitizer
 from patterns import Buckets, Offload, Prefetcher, model
 from processes import python
-from schedule_programs import PROGRAMS, UNSEEN
+from schedule_programs import PROGRAMS
+from schedule_programs import UNSEEN as UNSEEN_PROGRAMS
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -203,18 +204,6 @@ def test_write_while_another_stream_reads():
     assert "reading from argument(s) self" in message(error)
     current().wait_stream(side)
     x.zero_()
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - UNSEEN))
-def test_programs_that_lack_a_wait(name):
-    """The programs whose orders test_schedules.py tries: streams, memory, the host, graphs and collectives."""
-    values_of(PROGRAMS[name](True))
-    torch.openreg.synchronize()
-    with caught():
-        values_of(PROGRAMS[name](False))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def copied_to_host(fixed, pinned=True):
@@ -1164,3 +1153,15 @@ def test_two_races_are_reported_with_their_devices(first, second):
         with caught() as error, side:
             x.mul_(2)
         assert f"of {name}" in message(error) and f"of openreg:{1 - number}" not in message(error)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - UNSEEN_PROGRAMS))
+def test_programs_that_lack_a_wait(name):
+    """The programs whose orders test_schedules.py tries: streams, memory, the host, graphs and collectives."""
+    values_of(PROGRAMS[name](True))
+    torch.openreg.synchronize()
+    with torch.openreg.device(0), caught():
+        values_of(PROGRAMS[name](False))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
