@@ -1,4 +1,4 @@
-// Python bindings of schedules, for openreg_ops/openreg/schedules.py.
+// Python bindings of schedules, for openreg_ops/schedules.
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
@@ -14,8 +14,6 @@ namespace {
 
 constexpr Named<Action::What> kActions[] = {
     {Action::kLaunch, "launch"}, {Action::kRun, "run"}, {Action::kWait, "wait"}, {Action::kQuery, "query"}};
-constexpr Named<Parked> kParked[] = {{Parked::kTimedOut, "timed out"}, {Parked::kWoken, "woken"},
-    {Parked::kOver, "over"}, {Parked::kDeadlocked, "deadlocked"}};
 
 using Numbers = std::tuple<int, std::uint32_t, std::uint32_t>;
 
@@ -26,23 +24,18 @@ Step step_of(const Numbers& numbers) {
 } // namespace
 
 void bind_schedules(py::module_& m) {
-  const py::call_guard<py::gil_scoped_release> waits;
   m.def(
       "begin_order",
       [](bool random, std::uint64_t seed, std::uint64_t length,
-          const std::vector<std::tuple<Numbers, Numbers, bool, std::uint64_t>>& late,
-          const std::vector<std::tuple<Numbers, int>>& switches, bool located, bool others, double patience) {
-        Order order{random, seed, length, {}, {}, located, others,
-            std::chrono::milliseconds(static_cast<std::int64_t>(patience * 1000))};
+          const std::vector<std::tuple<Numbers, Numbers, bool, std::uint64_t>>& late, bool located) {
+        Order order{random, seed, length, {}, located};
         for (const auto& [item, after, needed, rank] : late)
           order.late.push_back({step_of(item), step_of(after), needed, rank});
-        for (const auto& [after, to] : switches) order.switches.push_back({step_of(after), to});
         const py::gil_scoped_release may_wait;
         begin_schedule(order);
       },
       py::arg("random") = false, py::arg("seed") = 0, py::arg("length") = 1, py::arg("late") = py::list(),
-      py::arg("switches") = py::list(), py::arg("located") = false, py::arg("others") = false,
-      py::arg("patience") = 30.0);
+      py::arg("located") = false);
   m.def("end_order", [] {
     std::vector<Action> actions;
     {
@@ -61,26 +54,11 @@ void bind_schedules(py::module_& m) {
       [] {
         if (detail::scheduled()) detail::schedule_watcher.abandon();
       },
-      waits);
+      py::call_guard<py::gil_scoped_release>());
   m.def("order_on", [] { return detail::scheduled(); });
   m.def("next_streams", &next_streams);
   m.def("set_next_streams", &set_next_streams);
-  m.def("order_thread", &number_in_order);
-  m.def("live_threads", &live_threads);
-  py::class_<ThreadOfOrder>(m, "ThreadOfOrder");
-  m.def("this_thread", &this_thread);
-  m.def("add_thread", &add_thread);
-  m.def("drop_thread", &drop_thread);
-  m.def("enter_thread", &enter_thread, waits);
-  m.def("leave_thread", &leave_thread, waits);
   m.def("pass_point", [](const std::string& name) { pass_point(name.c_str()); });
-  m.def("try_point", [](const std::string& name) { ask(name.c_str(), Question::kLock); });
-  m.def(
-      "ask_point", [](const std::string& name, double seconds) { return ask(name.c_str(), Question::kAsks, seconds); },
-      py::arg("name"), py::arg("seconds") = 0.0);
-  m.def("skipped_seconds", &skipped_seconds);
-  m.def("park_thread", [](double timeout) { return name_of(park_thread(timeout), kParked); }, waits);
-  m.def("wake_thread", &wake_thread);
 }
 
 } // namespace openreg

@@ -3,7 +3,6 @@
 
 #include <openreg/launch.h>
 
-#include <chrono>
 #include <compare>
 #include <cstdint>
 #include <string>
@@ -11,10 +10,11 @@
 
 namespace openreg {
 
-inline constexpr int kUnknown = -1; // a thread that the schedule does not control, such as one of Gloo's
+inline constexpr int kHostThread = 0;     // the thread that began the schedule
+inline constexpr int kUnknown = -1; // any other thread
 
 struct Step {
-  int thread; // or kUnknown
+  int thread; // kHostThread or kUnknown
   std::uint32_t number, poll;
   auto operator<=>(const Step&) const = default;
 };
@@ -27,18 +27,11 @@ struct Order {
     bool needed;
     std::uint64_t rank;
   };
-  struct Switch {
-    Step after;
-    int to; // the thread that continues
-  };
   bool random = false; // drawn from the seed; otherwise the program's order with these exceptions
   std::uint64_t seed = 0;
   std::uint64_t length = 1; // how many things happen in the program's order
   std::vector<Late> late;
-  std::vector<Switch> switches;
   bool located = false; // whether actions record where they are in the program
-  bool others = false; // whether the process has threads that do not take part and may wake those that do
-  std::chrono::milliseconds patience{30'000}; // how long all threads may wait for something outside the schedule
 };
 
 // What happened, in order.
@@ -50,8 +43,5 @@ struct Action {
   int place; // the stream's index in the order, by first launch; -1 if it has had no work
   std::string name, where;
 };
-
-// How much a question counts: an attempt to take a lock, and all others.
-enum class Question : std::uint32_t { kLock = 1, kAsks = 64 };
 
 } // namespace openreg

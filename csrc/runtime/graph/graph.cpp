@@ -379,7 +379,7 @@ void join_capture(const CapturedPoint& point, Stream stream) {
 const bool watches_captures = [] {
   detail::capture_watcher = {
       .captures = &is_captured,
-      .captures_any = &detail::in_capture,
+      .in_capture = &detail::in_capture,
       .pool = &pool_of_capture,
       .launch = &capture_launch,
       .add = [](Stream stream, const openreg_site& site,

@@ -23,7 +23,7 @@ std::atomic<bool> poisoned{[] {
 
 void* MemoryPool::allocate(std::int64_t stream, PoolId pool, std::size_t bytes, bool fails) {
   const bool captured =
-      any_capture() && (captures({device_, stream}) || capture_watcher.captures_any()); // before the lock
+      any_capture() && (captures({device_, stream}) || capture_watcher.in_capture()); // before the lock
   std::unique_lock lock(mutex_);
   if (pool != PoolId{}) [[unlikely]] {
     stream = private_.owner_of(stream, pool);

@@ -103,8 +103,7 @@ struct SharedEvent::File {
   }
   // Describes a wait for decided() to a schedule.
   static detail::Awaited awaited(const std::shared_ptr<File>& file, Generation point) {
-    return {
-        [file, point] { return file->decided(point); }, {kAnyDevice, -1}, file->slot(point).process.load() != getpid()};
+    return {[file, point] { return file->decided(point); }, {kAnyDevice, -1}};
   }
   // Returns true if the point was reached within `most`; may return early. Throws if it never will be.
   bool wait_for(Generation point, std::chrono::nanoseconds most) const {

@@ -28,7 +28,7 @@ struct CaptureWatcher {
   // Returns true if the calling thread's work on the stream is captured.
   bool (*captures)(Stream) noexcept;
   // Returns true if the calling thread captures any stream.
-  bool (*captures_any)() noexcept;
+  bool (*in_capture)() noexcept;
   // Returns the private pool of the stream's capture, or {0, 0}.
   std::pair<unsigned long long, unsigned long long> (*pool)(Stream) noexcept;
   // Captures the work, or returns false if it should run. Throws if it must do neither.
@@ -67,7 +67,6 @@ using Until = std::function<bool()>;
 struct Awaited {
   Until done;
   Stream stream{}; // an id below 0: all streams of the device, or of all devices for kAnyDevice
-  bool elsewhere = false; // another process may make it true
 };
 
 // Called only while scheduled().
