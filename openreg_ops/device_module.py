@@ -37,8 +37,6 @@ def register() -> None:
         for name in part.__all__:
             setattr(module, name, getattr(part, name))
     others = {"faults": faults, "nvtx": nvtx, "_gpu_trace": _gpu_trace, "_sanitizer": sanitizer}
-    # csrc/bindings/device.cpp imports sync_debug by this name.
-    sys.modules["openreg_ops.openreg.sync_debug"] = sync_debug
     for name, part in {**flat, **others}.items():
         setattr(module, name, part)
         sys.modules[f"torch.{identity.module}.{name}"] = part

@@ -16,8 +16,8 @@
 
 // Note [Tags]
 // detach() keeps the BackendMeta of a tensor, and saving what save() and load() below write and read. ATen's clone()
-// and to() make a new tensor without it, so the device has its own. openreg_ops/tags.py does the same for
-// copy.deepcopy().
+// and to() make a new tensor without it, so the device has its own. For
+// copy.deepcopy(), openreg_ops/torch_patches/deepcopy.py does the same.
 namespace openreg {
 namespace {
 

@@ -1,4 +1,4 @@
-// Python bindings of schedules, for openreg_ops/openreg/schedules.py.
+// Python bindings of schedules, for openreg_ops/schedules/explore.py.
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>

@@ -1,4 +1,4 @@
-// Schedules: a deterministic scheduler of streams, collectives and host threads, for openreg_ops/openreg/schedules.py.
+// Schedules: a deterministic scheduler of streams, collectives and host threads, for openreg_ops/schedules/explore.py.
 #pragma once
 
 #include <cstdint>
