@@ -9,7 +9,6 @@ import torch
 
 from openreg_ops import sanitizer
 from openreg_ops.device import (
-    _gpu_trace,
     amp,
     devices,
     faults,
@@ -36,9 +35,7 @@ def register() -> None:
     for part in public:
         for name in part.__all__:
             setattr(module, name, getattr(part, name))
-    others = {"faults": faults, "nvtx": nvtx, "_gpu_trace": _gpu_trace, "_sanitizer": sanitizer}
-    # csrc/bindings/device.cpp imports sync_debug by this name.
-    sys.modules["openreg_ops.openreg.sync_debug"] = sync_debug
+    others = {"faults": faults, "nvtx": nvtx, "_sanitizer": sanitizer}
     for name, part in {**flat, **others}.items():
         setattr(module, name, part)
         sys.modules[f"torch.{identity.module}.{name}"] = part

@@ -24,7 +24,8 @@ at::Tensor binary_cross_entropy(const at::Tensor&, const at::Tensor&, const std:
       "enabled=False)");
 }
 
-// TorchScript's operator asks only CUDA. It gives the answer of openreg_ops/autocast.py's is_autocast_enabled().
+// TorchScript's operator asks only CUDA. It gives the answer of is_autocast_enabled() in
+// openreg_ops/torch_patches/autocast.py.
 [[maybe_unused]] const bool script_asks_the_device = [] {
   const auto operators = torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString("aten::is_autocast_enabled"));
   TORCH_CHECK(operators.size() == 1, "openreg_ops: expected one TorchScript operator aten::is_autocast_enabled");

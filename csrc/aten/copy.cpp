@@ -157,7 +157,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   const bool between = on_device(self) && on_device(destination) && self.device() != destination.device();
   const Stream here = detail::thread_stream((on_device(self) ? self : destination).device().index());
   if (C10_UNLIKELY(watches_syncs()) && !non_blocking && (self.is_cpu() || destination.is_cpu()) && self.numel())
-    synchronizes("aten::copy_", here);
+    synchronizes("aten::copy_");
   const Stream there = between ? detail::thread_stream(destination.device().index()) : here;
   if (C10_UNLIKELY(detail::attention.load() & detail::kCaptureBit))
     if (detail::captures(here) || detail::captures(there)) {

@@ -135,7 +135,7 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
     detail::refuse_capture(stream, "aten::_local_scalar_dense",
         "the host would read a value of the device, as .item(), bool(), int() and float() do. Keep the value in a "
         "tensor, or read it after a replay.");
-  synchronizes("aten::_local_scalar_dense", stream);
+  synchronizes("aten::_local_scalar_dense");
   return detail::run_directly(
       stream, [&] { return element(self.storage().data(), self.storage_offset(), self.scalar_type()); },
       std::source_location::current());

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "backend/gpu_trace.h"
 #include "backend/guard.h"
 #include "backend/identity/identity.h"
 #include "backend/profiler.h"
@@ -31,8 +30,6 @@ namespace openreg {
 namespace {
 
 void free_device(void* pointer) {
-  if (gpu_tracing()) [[unlikely]]
-    trace_gpu(&c10::impl::PyInterpreterVTable::trace_gpu_memory_deallocation, trace_address(pointer));
   report_free(pointer);
   deallocate(pointer);
 }
@@ -180,8 +177,6 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {
   try {
     void* pointer = allocate(detail::thread_stream(device), bytes);
     report_allocation(pointer);
-    if (gpu_tracing()) [[unlikely]]
-      trace_gpu(&c10::impl::PyInterpreterVTable::trace_gpu_memory_allocation, trace_address(pointer));
     return {pointer, pointer, &free_device, label};
   } catch (const OutOfMemory& error) {
     report_out_of_memory(device, bytes);

@@ -4,13 +4,10 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include <array>
-#include <atomic>
 #include <memory>
 #include <utility>
 
 #include "backend/device_index.h"
-#include "backend/gpu_trace.h"
 #include "backend/identity/identity.h"
 #include "backend/sync_debug.h"
 #include "runtime/device.h"
@@ -42,19 +39,6 @@ bool answer(int device, bool done) {
   return done;
 }
 
-using Trace = c10::impl::PyInterpreterVTable;
-
-std::uintptr_t trace_handle(const DeviceStream& stream) {
-  return static_cast<std::uintptr_t>(stream.id());
-}
-
-// Traces the creation of a stream of the pool, when it is first handed out.
-void trace_new_stream(Stream stream) {
-  static std::array<std::array<std::atomic<bool>, kStreams>, kMaxDevices> known{};
-  if (!known[static_cast<std::size_t>(stream.device)][static_cast<std::size_t>(stream.id)].exchange(true))
-    trace_gpu(&Trace::trace_gpu_stream_creation, static_cast<std::uintptr_t>(stream.id));
-}
-
 // What open_event() creates: another process's event, from its handle, or a new event that is not recorded and is
 // shared or external.
 thread_local const std::string* opening_event = nullptr;
@@ -69,7 +53,6 @@ std::unique_ptr<Event> new_event(int device, c10::EventFlag flag) {
   else if (flag != kInterprocess) event = std::make_unique<Event>(device, timed);
   else if (opening_event && !opening_event->empty()) event = std::make_unique<SharedEvent>(device, *opening_event);
   else event = std::make_unique<SharedEvent>(device);
-  trace_gpu(&Trace::trace_gpu_event_creation, trace_address(event.get()));
   return event;
 }
 
@@ -111,10 +94,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceStream getNewStream(Device device, int priority) const override {
     const DeviceIndex index = checked_index(device);
     check_usable(index);
-    const Stream made = new_stream(index, priority);
-    if (gpu_tracing()) [[unlikely]]
-      trace_new_stream(made);
-    return wrap(made);
+    return wrap(new_stream(index, priority));
   }
   DeviceStream exchangeStream(DeviceStream stream) const override {
     return wrap(exchange_stream(checked_stream(stream)));
@@ -125,12 +105,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return answer(ours.device, query_stream(ours) && answers_query(nullptr, ours));
   }
   void synchronizeStream(const DeviceStream& stream) const override {
-    synchronizes("Stream.synchronize", checked_stream(stream));
+    synchronizes("Stream.synchronize");
     synchronize_stream(checked_stream(stream));
     notice(NoticeKind::kStreamSynchronized, nullptr, checked_stream(stream));
   }
   void synchronizeDevice(DeviceIndex device) const override {
-    trace_gpu(&Trace::trace_gpu_device_synchronization);
     synchronize_device(checked_index(device));
     notice(NoticeKind::kDeviceSynchronized, nullptr, {checked_index(device), 0});
   }
@@ -146,7 +125,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
     notice(NoticeKind::kEventDestroyed, event, {});
-    if (event) trace_gpu(&Trace::trace_gpu_event_deletion, trace_address(event));
     delete static_cast<Event*>(event);
   }
   void record(void** event, const DeviceStream& stream, DeviceIndex device, c10::EventFlag flag) const override {
@@ -156,14 +134,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     initialize();
     if (!*event) *event = new_event(stream.device_index(), flag).release();
     if (opening_event) return; // which is created but not recorded
-    trace_gpu(&Trace::trace_gpu_event_record, trace_address(*event), trace_handle(stream));
     static_cast<Event*>(*event)->record(checked_stream(stream));
     notice_event(
         NoticeKind::kEventRecorded, NoticeKind::kRecordCaptured, *static_cast<Event*>(*event), checked_stream(stream));
   }
   void block(void* event, const DeviceStream& stream) const override {
     if (!event) return;
-    trace_gpu(&Trace::trace_gpu_event_wait, trace_address(event), trace_handle(stream));
     static_cast<Event*>(event)->block(checked_stream(stream));
     notice_event(
         NoticeKind::kEventWaitedFor, NoticeKind::kWaitCaptured, *static_cast<Event*>(event), checked_stream(stream));
@@ -176,7 +152,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
-    trace_gpu(&Trace::trace_gpu_event_synchronization, trace_address(event));
     static_cast<Event*>(event)->synchronize();
     notice(NoticeKind::kEventSynchronized, static_cast<Event*>(event)->identity(), {});
   }

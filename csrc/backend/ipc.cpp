@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "backend/allocator.h"
-#include "backend/gpu_trace.h"
 #include "backend/identity/identity.h"
 #include "backend/profiler.h"
 #include "runtime/memory/contents.h"
@@ -18,8 +17,6 @@ namespace openreg {
 namespace {
 
 void free_shared(void* shared) {
-  trace_gpu(&c10::impl::PyInterpreterVTable::trace_gpu_memory_deallocation,
-      trace_address(static_cast<Shared*>(shared)->pointer));
   report_free(static_cast<Shared*>(shared)->pointer);
   close_shared(static_cast<Shared*>(shared));
 }
@@ -29,7 +26,6 @@ c10::DataPtr shared_memory(c10::DeviceIndex device, Make&& make) {
   try {
     Shared* shared = make(current_stream(device));
     report_allocation(shared->pointer);
-    trace_gpu(&c10::impl::PyInterpreterVTable::trace_gpu_memory_allocation, trace_address(shared->pointer));
     return {shared->pointer, shared, &free_shared, device_at(device)};
   } catch (const OutOfMemory& error) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());

@@ -1,5 +1,5 @@
 // What a tensor carries besides its values: the metadata of torch._utils.set_tensor_metadata(), in PyTorch's
-// BackendMeta, including the user's text, the tag.
+// BackendMeta.
 
 #include "backend/serialization.h"
 
@@ -9,15 +9,14 @@
 #include <torch/csrc/jit/serialization/pickler_helper.h>
 #include <torch/library.h>
 
-#include <string_view>
 #include <unordered_map>
 
 #include "backend/identity/identity.h"
 
-// Note [Tags]
+// Note [Metadata]
 // detach() keeps the BackendMeta of a tensor, and saving what save() and load() below write and read. ATen's clone()
-// and to() make a new tensor without it, so the device has its own. openreg_ops/tags.py does the same for
-// copy.deepcopy().
+// and to() make a new tensor without it, so the device has its own.
+// openreg_ops/torch_patches/deepcopy.py does the same for copy.deepcopy().
 namespace openreg {
 namespace {
 
@@ -27,9 +26,6 @@ struct Meta final : c10::BackendMeta {
   explicit Meta(Metadata entries) : entries(std::move(entries)) {}
   const Metadata entries; // shared by tensors; different metadata is a different object
 };
-
-// PyTorch's format stores only names and booleans, so the tag's text is part of a name.
-constexpr std::string_view kTag = "openreg.tag=";
 
 Metadata metadata(const at::Tensor& tensor) {
   const auto* meta = dynamic_cast<const Meta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
@@ -71,21 +67,6 @@ at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype, 
 }
 
 } // namespace
-
-std::optional<std::string> tag(const at::Tensor& tensor) {
-  for (const auto& [name, on] : metadata(tensor))
-    if (on && name.starts_with(kTag)) return name.substr(kTag.size());
-  return std::nullopt;
-}
-
-void set_tag(const at::Tensor& tensor, std::optional<std::string> text) {
-  TORCH_CHECK(on_device(tensor), "set_tag: expected a tensor on openreg, but got one on ", tensor.device(),
-      "; move it with .to()");
-  Metadata entries = metadata(tensor);
-  std::erase_if(entries, [](const auto& entry) { return entry.first.starts_with(kTag); });
-  if (text) entries[std::string(kTag) + *text] = true;
-  set_metadata(tensor, std::move(entries));
-}
 
 void copy_metadata(const at::Tensor& from, const at::Tensor& to) {
   if (auto meta = from.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr()) [[unlikely]]

@@ -19,10 +19,9 @@ SyncDebugMode sync_debug_mode() noexcept {
   return detail::sync_debug;
 }
 
-void detail::report_sync(const char* operation, Stream stream) {
+void detail::report_sync(const char* operation) {
   const auto report = sync_reporter.load();
   if (report && sync_debug_mode() != SyncDebugMode::kDefault) report(operation);
-  trace_gpu(&c10::impl::PyInterpreterVTable::trace_gpu_stream_synchronization, static_cast<std::uintptr_t>(stream.id));
 }
 
 } // namespace openreg

@@ -3,9 +3,6 @@
 
 #include <atomic>
 
-#include "backend/gpu_trace.h"
-#include "runtime/stream/task.h"
-
 namespace openreg {
 
 enum class SyncDebugMode { kDefault, kWarn, kError };
@@ -19,18 +16,18 @@ SyncDebugMode sync_debug_mode() noexcept;
 
 namespace detail {
 inline std::atomic<SyncDebugMode> sync_debug{SyncDebugMode::kDefault};
-void report_sync(const char* operation, Stream stream);
+void report_sync(const char* operation);
 } // namespace detail
 
 // Returns true if synchronizing operations are reported.
 inline bool watches_syncs() noexcept {
-  return detail::sync_debug.load(std::memory_order_relaxed) != SyncDebugMode::kDefault || gpu_tracing();
+  return detail::sync_debug.load(std::memory_order_relaxed) != SyncDebugMode::kDefault;
 }
 
-// Reports an operator or method that is about to wait for the stream.
-inline void synchronizes(const char* operation, Stream stream) {
+// Reports an operator or method that is about to wait.
+inline void synchronizes(const char* operation) {
   if (watches_syncs()) [[unlikely]]
-    detail::report_sync(operation, stream);
+    detail::report_sync(operation);
 }
 
 } // namespace openreg

@@ -111,7 +111,7 @@ void bind_tools(py::module_& m) {
   set_report_sync([](const char* operation) {
     if (!Py_IsInitialized()) return;
     py::gil_scoped_acquire gil;
-    py::module_::import("openreg_ops.openreg.sync_debug").attr("_report")(operation);
+    py::module_::import("openreg_ops.device.sync_debug").attr("_report")(operation);
   });
   m.def("range_push", &range_push);
   m.def("range_pop", &range_pop);

@@ -1,4 +1,4 @@
-// Python bindings of operators: their kernels, the fallback, checks of arguments, and tags of tensors.
+// Python bindings of operators: their kernels, the fallback, and checks of arguments.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -131,8 +131,6 @@ void bind_operators(py::module_& m) {
     return py::reinterpret_steal<py::object>(PyCFunction_New(&check_method, self.ptr()));
   });
   m.attr("empty_strided") = py::reinterpret_steal<py::object>(PyCFunction_New(&empty_strided_method, nullptr));
-  m.def("tag", &tag);
-  m.def("set_tag", &set_tag);
   m.def("copy_metadata", &copy_metadata);
 }
 

@@ -11,5 +11,4 @@ random.py        the generators' states and seeds
 amp.py           what torch.autocast needs
 faults.py        torch.openreg.faults
 nvtx.py          torch.openreg.nvtx
-_gpu_trace.py    callbacks for events on the device
 """

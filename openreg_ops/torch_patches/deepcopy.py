@@ -1,4 +1,4 @@
-"""``copy.deepcopy`` keeps a tensor's metadata (see Note [Tags] in csrc/backend/serialization.cpp): PyTorch's own version
+"""``copy.deepcopy`` keeps a tensor's metadata (see Note [Metadata] in csrc/backend/serialization.cpp): PyTorch's own version
 rebuilds a tensor from its storage, without it."""
 
 from __future__ import annotations

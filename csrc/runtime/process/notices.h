@@ -1,5 +1,5 @@
-// A log of what the race detector (openreg_ops/openreg/races.py) needs and cannot see in operators: memory allocated
-// and freed, events, collectives, and the host's waits.
+// A log of what the race detector (openreg_ops/sanitizer/history.py) needs and cannot see in operators: memory
+// allocated and freed, events, collectives, and the host's waits.
 #pragma once
 
 #include <openreg/launch.h>
@@ -52,7 +52,7 @@ inline void notice(NoticeKind kind, const void* object, Stream stream, std::size
 
 // Returns true if the program may learn that the work for which it asked is done: the work that an event recorded or,
 // if `event` is null, all work of a stream. Only the observer refuses it: see Races.answers() in
-// openreg_ops/openreg/races.py. If not refused, keeps the notice that the host comes after that work.
+// openreg_ops/sanitizer/history.py. If not refused, keeps the notice that the host comes after that work.
 bool answers_query(const void* event, Stream stream);
 using AnswersQuery = bool (*)(const void* event, Stream stream);
 void set_answers_query(AnswersQuery answers) noexcept; // null: it refuses nothing
