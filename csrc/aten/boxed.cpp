@@ -70,7 +70,7 @@ class BoxedCpuKernel final : public c10::OperatorKernel {
     if (C10_UNLIKELY(!contiguous_.empty())) make_contiguous(contiguous_, op, stack);
     if (C10_UNLIKELY(traits_.synchronizes != nullptr) && watches_syncs())
       if (const auto* arguments = stack->data() + stack->size() - write_.size(); traits_.synchronizes(arguments))
-        synchronizes(op.operator_name().name.c_str(), stream_of(*arguments));
+        synchronizes(op.operator_name().name.c_str());
     if (C10_UNLIKELY(traits_.nondeterministic != nullptr) && at::globalContext().deterministicAlgorithms() &&
         traits_.nondeterministic(stack->data() + stack->size() - write_.size()))
       refuse_nondeterministic(op.schema().name());
@@ -183,10 +183,6 @@ class BoxedCpuKernel final : public c10::OperatorKernel {
   // Returns true if the calling thread captures, or its launches on the current device are captured.
   static bool here_is_captured() { return detail::in_capture() || capturing(current_device()); }
   // The stream for an operator whose first argument is a tensor, on the device or on the host.
-  static Stream stream_of(const c10::IValue& first) {
-    const bool here = first.isTensor() && on_device(first.toTensor());
-    return current_stream(here ? first.toTensor().device().index() : checked_index(-1));
-  }
   // A tensor that a kernel returns and something else keeps (a quantizer its scales, Python its objects) stays with its
   // owner. Ours is a view if it views an argument, else a copy.
   static at::Tensor own(CpuCall& call, at::Tensor tensor) {
