@@ -259,6 +259,26 @@ def test_compiled_among_others(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"nms"}))
+def test_exported(name):
+    """The program, which holds the operator, and its decompositions run."""
+    function, tensors = next(calls(name))
+
+    class Module(torch.nn.Module):
+        def forward(self, *tensors):
+            return function(*tensors)
+
+    program = torch.export.export(Module(), tuple(tensors))
+    if name not in MUTABLE | IDENTITIES:
+        assert getattr(torch.ops.openreg, name).default in {node.target for node in program.graph.nodes}
+    found = []
+    for call in (function, program.module(), program.run_decompositions().module()):
+        torch.manual_seed(0)
+        found.append(call(*tensors))
+    torch.testing.assert_close(found[1:], found[:1] * 2, equal_nan=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"nms"}))
 def test_other_devices(name, dtype):
