@@ -11,10 +11,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import openreg_ops  # noqa: F401
 import torch
-from openreg_ops.tools.new import new_package
 from timing import compare
+
+import openreg_ops  # noqa: F401
+from openreg_ops.tools.new import new_package
 
 STYLES = ("separate", "stable")
 

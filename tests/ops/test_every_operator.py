@@ -140,7 +140,7 @@ def test_checker(name):
     assert report.device == "openreg" and report.of("pass")
     report.raise_if_failed()
     sample = max(map(sample_of, op.SAMPLES[name](DEVICE, torch.float32)), key=tensors_in)
-    slow = ["compile_unbacked", "export_unbacked"] if name in SLOW_GRAPH else []
+    slow = ["compile_unbacked"] if name in SLOW_GRAPH else []
     report = check(f"openreg::{name}", [sample], only=[*ONCE_EACH, *UNBACKED], skip=slow)
     report.raise_if_failed()
     assert not report.of("warn", "fake_unbacked") and report.of("pass", "fake_unbacked"), str(report)
