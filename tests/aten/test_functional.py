@@ -4,8 +4,7 @@ import threading
 
 import pytest
 import torch
-from torch import nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 DEVICE, ONE = "openreg", "openreg:1"
 
@@ -58,18 +57,6 @@ def test_transforms(name):
     for e, g in zip(*(y if isinstance(y, tuple) else (y,) for y in (expected, got)), strict=True):
         assert g.device == torch.device(ONE)
         torch.testing.assert_close(g.cpu(), e)
-
-
-def test_functional_call_and_stacked_modules():
-    torch.manual_seed(0)
-    modules = [nn.Linear(3, 2) for _ in range(4)]
-    x = torch.randn(5, 3)
-    expected = torch.stack([module(x) for module in modules])
-    modules = [module.to(DEVICE) for module in modules]
-    parameters, buffers = torch.func.stack_module_state(modules)
-    base = nn.Linear(3, 2, device="meta")
-    got = vmap(lambda p, b, x: functional_call(base, (p, b), (x,)), (0, 0, None))(parameters, buffers, x.to(DEVICE))
-    torch.testing.assert_close(got.cpu(), expected)
 
 
 def test_threads_accumulate_into_one_leaf():

@@ -354,7 +354,7 @@ def test_operators_that_cuda_checks_take_none(mode):
     for op in [*opinfo.database().values()][::2]:
         if not opinfo.dtypes_of(op):
             continue
-        sample = next(opinfo.samples(op, getattr(torch, opinfo.dtypes_of(op)[0]), False, 1), None)
+        sample = next(iter(opinfo.samples(op, getattr(torch, opinfo.dtypes_of(op)[0]), False, 1)), None)
         if sample is None:
             continue
         move = Move(D)

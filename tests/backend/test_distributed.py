@@ -612,6 +612,8 @@ def check_random_operator():
     assert x.equal(torch.rand(4, device="openreg", generator=generator)) and numbers_left() == 40
     run_dtensor_rng_op(0, 0, torch.ops.aten.uniform_.default, x)
     assert numbers_left() == 44
+    with pytest.raises(RuntimeError, match="got cpu"):  # for another device it is PyTorch's own
+        run_dtensor_rng_op(0, 4, torch.ops.aten.uniform_.default, torch.ones(2))
 
 
 def check_random_graph():

@@ -85,7 +85,7 @@ def tensors(inputs: Any) -> list[Tensor]:
     return [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
 
 
-def split(op: torch._ops.OpOverload, sample: Any) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
+def split(op: Callable[..., Any], sample: Any) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
     """The operator as a function of the sample's tensors alone, which returns a tuple of tensors; and these.
 
     An operator that writes to tensors gets copies, which the function returns too.
@@ -98,7 +98,7 @@ def split(op: torch._ops.OpOverload, sample: Any) -> tuple[Callable[..., tuple[T
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
         filled = list(values)
-        if mutable := op._schema.is_mutable:
+        if mutable := isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
             tensors = tuple(x.clone() for x in tensors)
         for i, x in zip(where, tensors, strict=True):
             filled[i] = x

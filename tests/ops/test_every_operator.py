@@ -96,6 +96,8 @@ UNLIKE_THE_DERIVATIVE = {
 ONCE = NO_SECOND_DERIVATIVE | {"attention_backward"}
 # A mask, or an argument that counts as a constant, has no gradient.
 PARTIAL = {"dropout_add", "fake_quantize_backward", "grouped_linear_backward"}
+# A graph holds an alias in their place.
+IDENTITIES = {name for name in NAMES if name.startswith(("scale_gradient", "custom_autograd_fn"))}
 # Its second derivative is a graph that compiles for half a minute; test_checker compiles it.
 SLOW_GRAPH = {"attention_backward"}
 # The result's shape depends on the data, or (a mask) its bits on a seed: vmap has no loop to be compared with.
@@ -251,9 +253,29 @@ def test_compiled_among_others(name):
     grads = name in DIFFERENTIABLE and name not in SLOW_GRAPH
     inputs = [x.mT.contiguous() if i == which else x for i, x in enumerate(tensors)]
     targets = kit.check_compiled(among, *inputs, grads=grads, partial=name in PARTIAL)
-    if name not in MUTABLE and not name.endswith(("_backward", "_gradients")):
-        kernels = [each for each in (name, f"{name}_backward", f"{name}_gradients") if each in NAMES]
-        assert {getattr(torch.ops.openreg, each).default for each in kernels} <= targets
+    if name in DIFFERENTIABLE and not name.endswith("_backward") and name not in IDENTITIES:
+        one = [f"{name}_gradients"] if f"{name}_gradients" in NAMES else [name, f"{name}_backward"]
+        assert {getattr(torch.ops.openreg, each).default for each in one if each in NAMES} <= targets
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"nms"}))
+def test_exported(name):
+    """The program, which holds the operator, and its decompositions run."""
+    function, tensors = next(calls(name))
+
+    class Module(torch.nn.Module):
+        def forward(self, *tensors):
+            return function(*tensors)
+
+    program = torch.export.export(Module(), tuple(tensors))
+    if name not in MUTABLE | IDENTITIES:
+        assert getattr(torch.ops.openreg, name).default in {node.target for node in program.graph.nodes}
+    found = []
+    for call in (function, program.module(), program.run_decompositions().module()):
+        torch.manual_seed(0)
+        found.append(call(*tensors))
+    torch.testing.assert_close(found[1:], found[:1] * 2, equal_nan=True)
 
 
 @pytest.mark.slow
@@ -331,7 +353,7 @@ def test_gradients_of_one_input_through_one_output(name):
         leaves = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(tensors)]
         out = function(*leaves)[output]
         if not out.requires_grad:
-            return None
+            return torch.zeros_like(tensors[wanted])
         return torch.autograd.grad(out, leaves[wanted], kit.cotangents([out]), materialize_grads=True)[0]
 
     for sample in samples_of(name, dtype=torch.float64):
@@ -340,8 +362,7 @@ def test_gradients_of_one_input_through_one_output(name):
         for output in range(len(function(*tensors))):
             for wanted in (i for i, x in enumerate(tensors) if x.is_floating_point()):
                 actual, expected = (found(each, tensors, wanted, output) for each in (function, reference))
-                assert (actual is None) == (expected is None)
-                assert actual is None or not torch.testing.assert_close(actual, expected, equal_nan=True)
+                torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -377,7 +398,7 @@ AUTOCAST = {
     **dict.fromkeys(["attention", "linear_cross_entropy", "grouped_linear"], torch.bfloat16),
     **dict.fromkeys(["rotary_embedding", "swiglu", "dropout_add"], "widest"),
     **dict.fromkeys(["custom_abs", "quantize_rowwise", "dequantize_rowwise", "int8_linear", "adamw_step_"], None),
-    **dict.fromkeys([name for name in NAMES if name.startswith(("scale_gradient", "custom_autograd_fn"))], None),
+    **dict.fromkeys(sorted(IDENTITIES), None),
 }
 
 

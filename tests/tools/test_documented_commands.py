@@ -23,7 +23,7 @@ ROW = re.compile(r"^(aten|mine)::.* (ns|us|ms|s)\b")
 FAILS = {
     "drift 2.13 2.14 --sources backend",
     "explain nonzero_static --device mps",
-    "compare --against cpu --test test_halve.py --html errors.html model.py",
+    "compare --against cpu --html errors.html model.py",
 }  # fmt: skip -- as the document says
 
 
@@ -47,7 +47,7 @@ def folder(tmp_path, monkeypatch):
 
 def run(monkeypatch, command):
     monkeypatch.setattr(sys, "argv", ["openreg_ops", *shlex.split(command)])
-    if command.startswith(("trace", "compare", "record")):  # the program defines a library, once for a process
+    if command.startswith(("trace", "compare")):  # the program defines a library, once for a process
         result = python("-m", "openreg_ops", *shlex.split(command), dynamo=True)
         return result.returncode, result.stdout
     out = io.StringIO()
@@ -59,7 +59,7 @@ def run(monkeypatch, command):
 def test_every_command(folder, monkeypatch):
     blocks = re.findall(r"```console\n\$ python -m openreg_ops ([^\n]*)\n(.*?)```", DOCUMENT.read_text(), re.S)
     assert {command.split()[0] for command, _ in blocks} == {
-        "info", "operators", "explain", "trace", "compare", "record", "drift", "conformance"
+        "info", "operators", "explain", "trace", "compare", "drift", "conformance"
     }  # fmt: skip
     for command, shown in blocks:
         status, out = run(monkeypatch, command)

@@ -63,7 +63,7 @@ def tool(tmp_path_factory):
 def test_check(tool):
     status, said = tool("check", "young::twice", "--input", "f32[4,6]", "--quiet")
     assert status == 0, said
-    assert "The package of the device lacks aten::" in said and "get_rng_state()" in said
+    assert "The package of the device lacks aten::" in said
     assert "the checks that need them were skipped" in said and "young::twice passes" in said
 
 
@@ -81,5 +81,5 @@ def test_compare(tool):
 
 def test_conformance(tool):
     status, said = tool("conformance", "--ops", "^aten::(add|mul).Tensor$")
-    assert status == 1 and "1 good, 1 bad" in said and "worker process died" not in said, said
+    assert status == 1 and "2 operators: 1 passed, 1 failed" in said and "worker process died" not in said, said
     assert "Could not run 'aten::mul.out' with arguments from the 'young' backend" in said
