@@ -182,7 +182,6 @@ class BoxedCpuKernel final : public c10::OperatorKernel {
   }
   // Returns true if the calling thread captures, or its launches on the current device are captured.
   static bool here_is_captured() { return detail::in_capture() || capturing(current_device()); }
-  // The stream for an operator whose first argument is a tensor, on the device or on the host.
   // A tensor that a kernel returns and something else keeps (a quantizer its scales, Python its objects) stays with its
   // owner. Ours is a view if it views an argument, else a copy.
   static at::Tensor own(CpuCall& call, at::Tensor tensor) {

@@ -165,9 +165,14 @@ void detail::schedule_wait(const char* name, const Awaited& until) {
 
 void detail::schedule_query(const char* name, Stream stream) {
   const auto s = the_schedule();
-  if (!is_host(s)) return;
-  step(*s, Action::kQuery, stream, name);
-  give_way(*s, nullptr);
+  if (is_host(s)) {
+    step(*s, Action::kQuery, stream, name);
+    give_way(*s, nullptr);
+  } else if (!in_work()) { // another thread's loop of queries ends although the host may be waiting for that thread
+    std::unique_lock lock(s->mutex);
+    s->settle(lock);
+    if (auto* queue = s->on ? s->needed(stream) : nullptr) s->run(*queue, lock);
+  }
 }
 
 namespace {
