@@ -220,7 +220,7 @@ class Exploration:
         self.program, self.args, self.seeds, self.rtol, self.atol = program, args, seeds, rtol, atol
 
     def run(self) -> Schedules:
-        report = Schedules(self.seeds)
+        report, not_repeated = Schedules(self.seeds), ""
         with alone():
             self.state, self.ranks = State(), Ranks(seeds=self.seeds, rtol=self.rtol, atol=self.atol)
             self.base = self.one()
@@ -241,10 +241,13 @@ class Exploration:
                 report.orders += 1
                 report.fingerprints[seed] = _fingerprint(outcome.log)
                 if what := self.differs(outcome):
-                    self.confirm(seed, outcome)
+                    if not_repeated := self.confirm(seed, outcome):
+                        continue
                     report.difference = self.explain(seed, what, outcome)
                     report.difference.orders = report.orders
-                    break
+                    return report
+            if not_repeated:
+                raise ValueError(not_repeated)
         return report
 
     # ---- one order ----
@@ -282,18 +285,23 @@ class Exploration:
             outcome.error.with_traceback(None)  # the traceback would keep the order's tensors alive
         return self.ranks.first(what)
 
-    def confirm(self, seed: int, outcome: Outcome) -> None:
-        """Raise unless the program's own order and the order of this seed both give the same results again."""
+    def confirm(self, seed: int, outcome: Outcome) -> str:
+        """Run the program's own order, and the order of this seed, again: returns "" if their results still differ.
+
+        Otherwise, returns the sentence that says so. Raises if an order gives two results.
+        """
         if what := self.differs(self.one()):
             raise ValueError(_two_results(what))
         for _ in range(TRIES):
             again = self.one(**self.order(seed))
             what = self.differs(again, outcome)
             if not what:
-                return
+                return ""
             if not self.ranks.first("another order" if _fingerprint(again.log) != _fingerprint(outcome.log) else None):
                 raise ValueError(_two_results(what))
-        raise ValueError(
+            if self.differs(again):  # threads launch at other times, and yet the result is wrong
+                return ""
+        return (
             f"schedules: the program gives a different result in an order of seed {seed}, but the seed does not repeat that "
             f"order, so it cannot be examined: {outcome.differs(self.base, self.rtol, self.atol)}. The program's "
             "threads launch work in another order in each run; look for a missing wait between them"

@@ -143,9 +143,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def strides_of(layout: str, sizes: Sequence[int]) -> list[int] | None:
-    """The strides of a tensor in a layout; None if it changes nothing for these sizes."""
+    """The strides of a tensor in a layout; None if it changes nothing for these sizes, or the sizes."""
     x = LAYOUTS[layout](torch.empty(tuple(sizes), device="meta"))
-    return None if x.shape != tuple(sizes) or x.is_contiguous() else list(x.stride())
+    same = x.is_contiguous() and layout != "stepped"  # which leaves a gap also after a single element
+    return None if x.shape != tuple(sizes) or same else list(x.stride())
 
 
 def slices(tensors: Sequence[Tensor]) -> list[Tensor]:
