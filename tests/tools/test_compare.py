@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from openreg_tools import backends
-from openreg_tools.compare import compare
+from openreg_tools.compare import compare, lockstep
 from openreg_tools.compare.result import Result, plot
 from openreg_tools.compare.tolerance import Tolerances
 from openreg_tools.core.options import Wrong
@@ -64,6 +64,7 @@ OPERATORS = {  # the schema, what is right on the CPU, and what is wrong on the 
     "only_device_raises(Tensor x) -> Tensor": (lambda x: x.clone(), raises),
     "nan(Tensor x) -> Tensor": (lambda x: x / x, lambda x: torch.ones_like(x)),
     "slightly(Tensor x) -> Tensor": (lambda x: x.clone(), lambda x: x * (1 + 4e-7)),
+    "slightly_(Tensor(a!) x) -> Tensor(a!)": (lambda x: x.add_(0), lambda x: x.mul_(1 + 4e-7)),
     "number(Tensor x) -> float": (lambda x: 1.0, lambda x: 1.0 + 1e-6),
 }  # fmt: skip
 
@@ -219,6 +220,16 @@ def test_an_operator_that_returns_a_wrapper_is_skipped():
     assert "its results cannot be copied" in result.skipped["test_compare_wrappers::wrap"]
 
 
+def test_arguments_that_cannot_be_copied(monkeypatch):
+    def refuse(*args):
+        raise NotImplementedError("no such layout")
+
+    monkeypatch.setattr(lockstep, "Arguments", refuse)
+    with compare(device=DEVICE) as result:
+        assert torch.ones(3, device=DEVICE).add(1).tolist() == [2.0] * 3
+    assert result.skipped["aten::add.Tensor"] == "its arguments cannot be copied: no such layout" and result.passed
+
+
 def test_an_operator_without_a_kernel_for_the_reference_is_listed():
     with torch.library._scoped_library("test_compare_alone", "DEF") as alone:
         alone.define("twice(Tensor x) -> Tensor")
@@ -299,6 +310,7 @@ def test_memory_beside_a_view(library, monkeypatch):
         torch.sort(x[0], out=(y[:3].view(-1)[:3], torch.empty(0, dtype=torch.int64, device=DEVICE)))
 
     assert first_of(right, torch.zeros(3, 3), torch.zeros(6, 3)) is None
+    assert first_of(lambda x: library.slightly_(x[1:, 1:]), torch.ones(3, 3)) is None  # within the tolerance
 
 
 def test_what_raises_on_the_device_alone(library):
