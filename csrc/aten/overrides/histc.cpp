@@ -63,8 +63,7 @@ bool is_integral(const at::Tensor& self) {
 void as_on_cuda(const at::Tensor& self, const at::Scalar& min, const at::Scalar& max) {
   if (!self.is_floating_point()) return; // integers() reads the range as CUDA does
   refuse_nondeterministic("aten::histc");
-  if (self.numel() > 0 && min.toDouble() == max.toDouble())
-    synchronizes("aten::histc");
+  if (self.numel() > 0 && min.toDouble() == max.toDouble()) synchronizes("aten::histc");
 }
 
 at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
