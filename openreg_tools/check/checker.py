@@ -60,7 +60,7 @@ def operator(op: Any) -> Operator:
         if packet is None:
             known = [s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith(f"{namespace}::")]
             near = unknown("operator", f"{namespace}::{name}", set(known), "")
-            raise ValueError(f"{near}. Import the module that defines it first")
+            raise ValueError(f"{near}{'' if near.endswith('?') else '.'} Import the module that defines it first")
         if overload and overload not in packet.overloads():
             raise ValueError(f"{namespace}::{name} has no overload {overload}, only {', '.join(packet.overloads())}")
         return getattr(packet, overload) if overload else operator(packet)

@@ -161,8 +161,11 @@ def usable(device: str) -> None:
     try:
         torch.empty(1, device=device)
     except Exception as error:
-        said = re.split(r"\n|\. ", str(error))[0].rstrip(".")
-        raise Unusable(f"cannot use device {device!r}: {said}; available: {', '.join(available())}") from None
+        lines = str(error).splitlines() or [type(error).__name__]
+        said, names = lines[0].partition(". ")[0].rstrip("."), available()
+        if torch.device(device).type in names:  # a wrong number: its package says what to do, not a list of types
+            raise Unusable(f"cannot use device {device!r}: {lines[0]}") from None
+        raise Unusable(f"cannot use device {device!r}: {said}; available: {', '.join(names)}") from None
 
 
 # ---- what a device's package has ----

@@ -88,11 +88,20 @@ def unknown(kind: str, name: str, names: Iterable[str], all_names: str = "--help
         all_names: where all names are, if there are too many for a sentence.
     """
     names = list(names)
-    if close := difflib.get_close_matches(name, names, 1, 0.7):
-        return f"unknown {kind} {name!r}; did you mean {close[0]!r}?" + f" ({all_names})" * bool(all_names)
+    if close := _closest(name, names):
+        return f"unknown {kind} {name!r}; did you mean {close!r}?" + f" ({all_names})" * bool(all_names)
     if len(names) <= _FEW:
         return f"unknown {kind} {name!r}; available: {', '.join(names) or 'none'}"
     return f"unknown {kind} {name!r}" + f"; {all_names}" * bool(all_names)
+
+
+def _closest(name: str, names: list[str]) -> str:
+    """The name that was probably meant, "" if none is close; two operators are not close by a common namespace alone."""
+    last = name.rpartition("::")[2]
+    for close in difflib.get_close_matches(name, names, 3, 0.7):
+        if difflib.get_close_matches(last, [close.rpartition("::")[2]], 1, 0.6):
+            return close
+    return ""
 
 
 def named(text: str) -> Any:

@@ -1,7 +1,7 @@
 """Where a program is: its line, the module whose forward or backward runs, and the phase of the training step.
 
 The program's frames are those outside PyTorch, these tools, the devices' packages, NumPy and pytest. `Places` follows a
-program for `compare`, `record` and `trace`.
+program for `compare` and `trace`.
 """
 
 from __future__ import annotations

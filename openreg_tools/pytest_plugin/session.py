@@ -14,6 +14,8 @@ import torch
 
 from openreg_tools import backends
 from openreg_tools.core import place
+from openreg_tools.core.device import usable
+from openreg_tools.core.options import Wrong
 from openreg_tools.pytest_plugin import isolated, misuse, sources
 from openreg_tools.pytest_plugin.findings import KINDS, Finding, Findings
 
@@ -283,16 +285,11 @@ def _device(name: str) -> torch.device:
                 f"--device {name}: importing {package.module} failed: {error}; `python -m openreg_tools info` says more"
             ) from error
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, ImportError, NotImplementedError, AttributeError) as error:
-        said = str(error).splitlines()[0]
-        if not packages:
-            said += "; if another package brings the device, import it with `-p PACKAGE`"
-        raise pytest.UsageError(
-            f"--device {name}: torch {torch.__version__} cannot make a tensor there: {said}"
-        ) from error
-    return device
+        usable(name)
+    except Wrong as error:
+        more = "" if packages else "; if another package brings the device, import it with `-p PACKAGE`"
+        raise pytest.UsageError(f"--device {name}: {error}{more}") from error
+    return torch.device(name)
 
 
 def _kinds(option: str, text: str | None) -> set[str]:

@@ -1357,7 +1357,7 @@ def test_ways_to_name_an_operator(good):
         ("nothing::here", "unknown operator 'nothing::here'; available: none. Import the module that defines it first"),
         (
             "openreg::rms_nor",
-            "unknown operator 'openreg::rms_nor'; did you mean 'openreg::rms_norm'?. Import the module",
+            "unknown operator 'openreg::rms_nor'; did you mean 'openreg::rms_norm'? Import the module",
         ),
         ("rms_norm", "expected an operator's name such as mylib::foo, but got 'rms_norm'"),
         ("aten::sin.inplace", "aten::sin has no overload inplace, only"),

@@ -64,6 +64,11 @@ def test_words_that_the_parser_does_not_know(capsys, words, sentence):
         (["conformance", "--device", "opnreg"], DEVICES),
         (["check", "own_ops:scale", "--input", "f32[3], 2.0", "--device", "opnreg"], DEVICES),
         (["trace", "--device", "maia", "program.py"], "cannot use device 'maia': "),
+        (
+            ["trace", "--device", "openreg:64", "program.py"],
+            "cannot use device 'openreg:64': openreg: invalid device ordinal 64; there are 2 devices, openreg:0 to "
+            "openreg:1. Set OPENREG_DEVICE_COUNT",
+        ),
         (["operators", "--key", "PrivatUse1"], "unknown dispatch key 'PrivatUse1'; did you mean 'PrivateUse1'?"),
         (["operators", "--namespaces", "opnreg"], "unknown namespace 'opnreg'; did you mean 'openreg'?"),
         (["explain", "relo"], "unknown operator 'aten::relo'; did you mean 'aten::relu'? (if another library defines"),
@@ -89,6 +94,9 @@ def test_a_name_that_is_unknown():
     assert options.unknown("check", "x", ["runs", "schema"]) == "unknown check 'x'; available: runs, schema"
     assert options.unknown("check", "x", []) == "unknown check 'x'; available: none"
     assert options.unknown("check", "x", map(str, range(13))) == "unknown check 'x'; --help lists all"
+    operators = ["openreg::nms", "openreg::swiglu", *map(str, range(12))]
+    assert options.unknown("operator", "openreg::x", operators, "") == "unknown operator 'openreg::x'"
+    assert options.unknown("operator", "openrg::swigl", operators, "").endswith("did you mean 'openreg::swiglu'?")
     assert options.unknown("key", "sparse", ["sparse_", "dense"], "") == "unknown key 'sparse'; did you mean 'sparse_'?"
 
 
