@@ -160,23 +160,16 @@ def _abi(arguments: argparse.Namespace) -> int:
     """0 unless --require-stable is given and a symbol may change. The library is read, not loaded."""
     from openreg_tools.abi import audit
 
-    names = (
-        "--import",
-        "--samples",
-        "--input",
-        "--reference",
-        "--intended-gradient",
-        "--device",
-        "--only",
-        "--skip",
-        "--html",
-    )
+    names = ("--import", "--samples", "--input", "--reference", "--intended-gradient", "--device", "--only", "--skip",
+             "--generate")  # fmt: skip
     others = ["OP"] * bool(arguments.op)
     others += [
         each for each in names if getattr(arguments, {"--import": "modules"}.get(each, each[2:].replace("-", "_")))
     ]
     if others:
-        raise Wrong(f"--abi takes a library, --require-stable and --json alone: leave out {' and '.join(others)}")
+        raise Wrong(
+            f"--abi takes a library, --require-stable, --json and --html alone: leave out {' and '.join(others)}"
+        )
     report = audit(arguments.abi)
     write(report, arguments)
     return 1 if arguments.require_stable and not report.is_stable else 0

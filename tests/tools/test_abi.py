@@ -42,7 +42,8 @@ def test_unstable_library(tmp_path, capsys):
         "another release of torch": ["c10::of_no_release(at::Tensor&)"],
         "libtorch_cpu": ["at::get_num_threads()"],
     }
-    assert command("check", "--abi", library, "--json", tmp_path / "found.json") == 0
+    assert command("check", "--abi", library, "--json", tmp_path / "found.json", "--html", tmp_path / "found.html") == 0
+    assert "at::get_num_threads()" in (tmp_path / "found.html").read_text()
     assert command("check", "--abi", library, "--require-stable") == 1
     said = capsys.readouterr().out
     assert "1 unstable symbol of libtorch_cpu\n  at::get_num_threads()\n" in said
@@ -111,12 +112,13 @@ def test_without_what_it_needs(monkeypatch):
     [
         (
             ["--abi", "x.so", "aten::add", "--input", "f32[1]"],
-            "check: --abi takes a library, --require-stable and --json",
+            "check: --abi takes a library, --require-stable, --json and --html alone: leave out OP and --input",
         ),
+        (["--abi", "x.so", "--generate", "5"], "check: --abi takes a library, --require-stable, --json and --html"),
         (["aten::add", "--require-stable"], "check: --require-stable applies to a library: give --abi LIBRARY too"),
         ([], "check: expected an operator, --explain CHECK or --abi LIBRARY"),
     ],
-    ids=["others", "no library", "nothing"],
+    ids=["others", "generated", "no library", "nothing"],
 )
 def test_wrong_arguments(capsys, words, message):
     assert command("check", *words) == 2 and capsys.readouterr().err.startswith(message)
