@@ -179,9 +179,13 @@ def test_devices_that_are_available(monkeypatch):
     assert device.target_of("openreg:1") == device.Target("openreg:1", "PrivateUse1")
     assert device.target_of(key="SparseCPU") == device.Target("sparsecpu", "SparseCPU")
     with pytest.raises(
-        Wrong, match="cannot use device 'openreg:99': openreg: invalid device ordinal 99; .*available: cpu"
+        Wrong, match="'openreg:99': openreg: invalid device ordinal 99; .* Set OPENREG_DEVICE_COUNT [^;]*$"
     ):
         device.usable("openreg:99")
+    with pytest.raises(
+        Wrong, match=r"cannot use device 'maia': [^.]*'aten::empty.memory_format'.*; available: cpu, meta, openreg$"
+    ):
+        device.usable("maia")
     monkeypatch.setattr(backends, "registered", list)
     assert device.default() == "openreg"
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "privateuseone")
