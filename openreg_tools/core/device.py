@@ -164,7 +164,7 @@ def usable(device: str) -> None:
         lines = str(error).splitlines() or [type(error).__name__]
         said, names = lines[0].partition(". ")[0].rstrip("."), available()
         if torch.device(device).type in names:  # a wrong number: its package says what to do, not a list of types
-            raise Unusable(f"cannot use device {device!r}: {lines[0]}") from None
+            raise Unusable(f"cannot use device {device!r}: {lines[0].rstrip('.')}") from None
         raise Unusable(f"cannot use device {device!r}: {said}; available: {', '.join(names)}") from None
 
 
