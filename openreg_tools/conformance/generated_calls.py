@@ -166,7 +166,7 @@ class Calls:
             return "allowed", "one side refuses a call that is wrong", ""
         plain = _outcome(name, sample, Plain("cpu"))
         if theirs and plain.error is None:
-            wrong = self._off(plain, there, name, sample) if _is_separate(name, sample) else ""
+            wrong = self._off(plain, there, sample) if _is_separate(name, sample) else ""
             if wrong and not self._doubt(name, sample):
                 return "failed", wrong, "value"
             return "allowed", "the device takes a layout that the CPU refuses", ""
@@ -202,18 +202,18 @@ class Calls:
         if values and separate and not cpu.drew and (custom or of_values):
             at("contiguous memory")
             plain = _outcome(name, sample, Plain("cpu"))
-            wrong = self._off(plain, there, name, sample) if plain.error is None else ""
+            wrong = self._off(plain, there, sample) if plain.error is None else ""
             if plain.error is None and (custom or not wrong):
                 failures = [(kind, message) for kind, message in failures if kind not in ("value", "shape")]
                 failures += [(wrong.partition(": ")[0], wrong.partition(": ")[2])] if wrong else []
         if not failures:
             return "equal", "", ""
         kind, message = failures[0]
-        excuse = self._excuse(name, sample, kind, message, cpu, comparison, separate, at)
+        excuse = self._excuse(name, sample, kind, cpu, comparison, separate, at)
         return ("allowed", excuse, "") if excuse else ("failed", message, kind)
 
     def _excuse(
-        self, name: str, sample: Sample, kind: str, message: str, cpu: Outcome, comparison: Comparison, separate: bool,
+        self, name: str, sample: Sample, kind: str, cpu: Outcome, comparison: Comparison, separate: bool,
         at: Callable[[str], None],
     ) -> str:  # fmt: skip
         """Why a difference says nothing about the device; "" if it does."""
@@ -234,7 +234,7 @@ class Calls:
         at("confirmation")
         return self._doubt(name, sample)
 
-    def _off(self, plain: Outcome, there: Outcome, name: str, sample: Sample) -> str:
+    def _off(self, plain: Outcome, there: Outcome, sample: Sample) -> str:
         """How results differ from those in contiguous memory, as "kind: message"."""
         report = Report()
         comparison = Comparison(report, "generated", -1, str(there.mover.device), True)
@@ -248,7 +248,7 @@ class Calls:
         """Why the CPU may cause a difference: its kernel reads beyond its arguments, or its results vary."""
         if dispatch.is_custom(name):  # its CPU kernel is tested too
             one, other = (_outcome(name, sample, Plain("cpu")) for _ in range(2))
-            varies = one.error is None and other.error is None and self._off(one, other, name, sample)
+            varies = one.error is None and other.error is None and self._off(one, other, sample)
             return "the results vary from call to call" if varies else ""
         call = functools.partial(schemas.called, name, sample)
 

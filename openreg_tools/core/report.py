@@ -77,13 +77,12 @@ class Report:
 # ---- writing ----
 
 
-def add_output(parser: argparse.ArgumentParser, page: bool = True) -> None:
+def add_output(parser: argparse.ArgumentParser) -> None:
     """The options --json and --html."""
     parser.add_argument(
         "--json", type=file, metavar="FILE", help="write the report as JSON; - writes it to stdout instead of the table"
     )
-    if page:
-        parser.add_argument("--html", type=file, metavar="FILE", help="write the report as one HTML page")
+    parser.add_argument("--html", type=file, metavar="FILE", help="write the report as one HTML page")
 
 
 def write(report: Report, arguments: argparse.Namespace, **options: Any) -> int:
@@ -94,7 +93,7 @@ def write(report: Report, arguments: argparse.Namespace, **options: Any) -> int:
         print(report.text(**options))  # first, for a file that cannot be written loses nothing then
     if arguments.json not in (None, "-"):
         write_file(arguments.json, report.json())
-    if getattr(arguments, "html", None):
+    if arguments.html:
         write_file(arguments.html, report.html())
     return 0 if report.passed else 1
 
