@@ -300,7 +300,7 @@ class Recorder(TorchDispatchMode):
         return time.perf_counter() - self.origin
 
     def _is_first(self, call: Call, tensors: list[torch.Tensor]) -> bool:
-        """Whether no call of the operator with these dtypes came before; it may load code."""
+        """Returns true if no call of the operator with these dtypes came before; it may load code."""
         kind = (call.name, call.has, frozenset((t.dtype, t.device.type) for t in tensors))
         new = kind not in self._seen
         self._seen.add(kind)

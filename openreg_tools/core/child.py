@@ -273,7 +273,7 @@ def _child(work: Callable[[Parent], None], parent: Parent, words: BinaryIO) -> N
 
 
 def available(device: str) -> bool:
-    """Whether a forked child of this process can use the device, and autograd.
+    """Returns true if a forked child of this process can use the device, and autograd.
 
     A device that this process has used is not available, nor is autograd after a backward on a machine with an accelerator.
     """

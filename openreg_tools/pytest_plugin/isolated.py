@@ -29,7 +29,7 @@ def _isolation() -> dict[str, str]:
 
 
 def starts(config: pytest.Config) -> bool:
-    """Whether this run has to start a process; pytest-xdist has its own processes, which inherit the environment."""
+    """Returns true if this run has to start a process; processes of pytest-xdist inherit the environment."""
     if hasattr(config, "workerinput"):
         return False
     if getattr(config.option, "numprocesses", None):
