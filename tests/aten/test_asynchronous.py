@@ -5,7 +5,7 @@ from __future__ import annotations
 import launch_modes as asynchronous
 import pytest
 import torch
-from kit import in_threads
+from stream_kit import in_threads
 
 from openreg_ops import _C
 from openreg_ops.meta.op import SAMPLES

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import captured
+from stream_kit import captured
 
 from openreg_ops.meta.op import SAMPLES
 from openreg_tools.conformance import graphs, outcomes, training

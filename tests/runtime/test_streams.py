@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 from graph_kit import turn_taken
-from kit import captured, in_threads
 from processes import python
+from stream_kit import captured, in_threads
 
 import openreg_ops
 from openreg_ops import _C
