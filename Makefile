@@ -32,8 +32,8 @@ test: install
 	$(if $(ARGS),$(BIN)/pytest $(ARGS),$(PARALLEL))
 
 # Of tests/tools and tests/project, the files of what most changes reach.
-FAST := runtime backend aten ops graph $(addprefix tools/test_,$(addsuffix .py,checker checker_sentences compare explain \
-	forms operators_command pytest_plugin trace)) $(addprefix project/test_,$(addsuffix .py,docstrings imports includes internals))
+FAST := runtime backend aten ops graph $(addprefix tools/test_,$(addsuffix .py,checker command_line compare core \
+	explain operators_command pytest_plugin report trace)) $(addprefix project/test_,$(addsuffix .py,docstrings imports includes internals))
 
 test-fast: install
 	$(PARALLEL) -m "fast or not (slow or processes or compiles or conformance)" $(addprefix tests/,$(FAST)) $(ARGS)

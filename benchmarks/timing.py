@@ -117,7 +117,7 @@ def mean(comparisons: Iterable[Comparison]) -> Comparison:
 
 
 def verdict(found: Comparison, target: float) -> str:
-    """Whether a ratio is at most `target`: "reached", "missed", or why it is undecided."""
+    """Compares a ratio with its largest allowed value: "reached", "missed", or why it is undecided."""
     if math.isinf(found.high):
         return "too few rounds to tell"
     if found.high <= target:

@@ -135,7 +135,7 @@ def grouped_linear_backward(
     Returns:
         grad_x: `[rows, in]`, contiguous; None if masked out.
         grad_weights: E tensors `[out, in]`, contiguous; an empty list if masked out.
-        grad_bias: E tensors `[out]`; likewise.
+        grad_bias: E tensors `[out]`; an empty list if masked out.
     Raises:
         RuntimeError: as `grouped_linear`, and for a grad_y of another shape, dtype or device.
 

@@ -311,7 +311,7 @@ def memory_order(x: Tensor) -> list[int]:
 
 
 def unbacked(*tensors: Tensor) -> bool:
-    """Whether a tensor has such a size."""
+    """Returns true if a tensor has such a size."""
     return any(isinstance(size, torch.SymInt) and not size.node.has_hint() for x in tensors for size in x.shape)
 
 

@@ -61,7 +61,7 @@ def _matching(patterns: Iterable[str]) -> set[str]:
 
 
 def _has_device_kernel(name: str) -> bool:
-    """Whether an operator has a kernel for the device that no function here registered."""
+    """Returns true if an operator has a kernel for the device that no function here registered."""
     known = _device_kernels.get(name) if name in _routed else None
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1") if known is None else known
 

@@ -40,7 +40,7 @@ class Symbols(Report):
 
     @property
     def is_stable(self) -> bool:
-        """Whether the library uses no unstable symbol of torch."""
+        """True if the library uses no unstable symbol of torch."""
         return not self.unstable
 
     def blocks(self, page: bool = False) -> Iterator[Block]:

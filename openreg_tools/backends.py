@@ -102,7 +102,7 @@ class Backend:
         return ()
 
     def queues(self) -> bool:
-        """Whether kernels may still be queued when a call returns."""
+        """Returns true if kernels may still be queued when a call returns."""
         return True
 
     # ---- the checker ----
@@ -144,11 +144,11 @@ class Backend:
         return {}
 
     def is_derived(self, op: str, key: str) -> bool:
-        """Whether the package registers the kernel of an operator for a dispatch key because the CPU has one."""
+        """Returns true if the package registers an operator's kernel for a dispatch key because the CPU has one."""
         return False
 
     def is_own(self, op: str) -> bool:
-        """Whether the package has its own kernel for an operator instead of running the CPU's."""
+        """Returns true if the package has its own kernel for an operator instead of running the CPU's."""
         return False
 
     def files(self) -> Iterable[Path]:

@@ -38,7 +38,7 @@ _OF_PYTORCH = {name.partition("::")[0] for name in torch._C._dispatch_get_all_op
 
 
 def is_custom(op: str) -> bool:
-    """Whether an operator belongs neither to PyTorch nor to a backend's package: its author may want to test it."""
+    """Returns true if an operator belongs neither to PyTorch nor to a backend's package; its author may test it."""
     return op.partition("::")[0] not in _OF_PYTORCH and not backends.of_operator(op).namespace
 
 
@@ -78,7 +78,7 @@ _LINE = re.compile(r"^(\w+): (fallthrough )?(.*) \[([a-z ]+)\]$", re.M)
 def kernels(op: str) -> dict[str, Kernel]:
     """The dispatch table of an operator: what each run-time key resolves to. Missing keys have no kernel."""
     return {
-        key: Kernel(key, source, place(where), bool(fallthrough))
+        key: Kernel(key, source, source_of(where), bool(fallthrough))
         for key, fallthrough, where, source in _LINE.findall(torch._C._dispatch_dump_table(op))
     }
 
@@ -86,12 +86,11 @@ def kernels(op: str) -> dict[str, Kernel]:
 def kernel(op: str, key: str) -> Kernel | None:
     """One line of the table."""
     found = re.search(rf"^{key}: (fallthrough )?(.*) \[([a-z ]+)\]$", torch._C._dispatch_dump_table(op), re.M)
-    return Kernel(key, found[3], place(found[2]), bool(found[1])) if found else None
+    return Kernel(key, found[3], source_of(found[2]), bool(found[1])) if found else None
 
 
-def place(text: str) -> str:
-    """The place of a registration, as a relative path if it is in torch's source, in site-packages or in a backend's
-    source."""
+def source_of(text: str) -> str:
+    """The file and line of a registration; the path is relative in torch's source, site-packages and a backend's source."""
     text = re.sub(
         r"^(/__w/pytorch|/pytorch|.*/site-packages)/(pytorch/)?(build/aten/src/)?",
         "",
@@ -145,7 +144,7 @@ def policies() -> tuple[str, ...]:
 
 
 def returns_view(op: str) -> bool:
-    """Whether an operator returns a view of an argument."""
+    """Returns true if an operator returns a view of an argument."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in schema(op).returns)
 
 

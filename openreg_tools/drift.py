@@ -102,7 +102,7 @@ class Drift(Report):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing breaks."""
+        """True if nothing breaks."""
         return not self.broken
 
     def blocks(self, page: bool = False, verbose: bool = False) -> Iterator[Block]:
@@ -188,7 +188,7 @@ def registered(key: str) -> list[Registration]:
         match = pattern.search(torch._C._dispatch_dump(op)) if op.startswith("aten::") else None
         if match and not backends.of_key(key).is_derived(op, key):
             short = op.removeprefix("aten::")
-            found.append(Registration(short, _exact(dispatch.place(match[1]), short), match[2] == "(none)"))
+            found.append(Registration(short, _exact(dispatch.source_of(match[1]), short), match[2] == "(none)"))
     return found
 
 

@@ -53,7 +53,7 @@ class Explanation(Report):
 
     @property
     def passed(self) -> bool:
-        """Whether the operator has a kernel or decomposes, and the call did not raise."""
+        """True if the operator has a kernel or decomposes, and the call did not raise."""
         return self.end[1].kind not in ("fallback", "refused") and not self.outcome.startswith("raised")
 
     def blocks(self, page: bool = False) -> Iterator[Block]:
@@ -83,7 +83,7 @@ class Explanation(Report):
         return lines
 
     def conclusion(self) -> str:
-        """Whether the operator runs, decomposes, falls back or raises, and what to write to change it."""
+        """Says that the operator runs, decomposes, falls back or raises, and what to write to change it."""
         name, key = self.operator, self.target.key
         if self.steps[-1].does.startswith("decomposes"):
             return f"{name} decomposes at {self.steps[-1].key}: its parts are dispatched again."

@@ -166,7 +166,7 @@ def _parsed(texts: list[str]) -> Manifest:
 
 
 def _elsewhere(name: str, native: list[str]) -> bool:
-    """Whether a required operator does not concern a new backend's dense tensors."""
+    """Returns true if a required operator does not concern a new backend's dense tensors."""
     keys = {key for line in native if line[0].isupper() for key in re.findall(r"\w+", line.partition(":")[0])}
     # The CPU's ufunc kernels are generated and listed under Generic.
     return bool(_OF_A_LIBRARY.search(name.partition(".")[0]) or keys & _LAYOUTS and not keys & {"CPU", "Generic"})

@@ -53,7 +53,7 @@ class Entry:
 
     @property
     def missing(self) -> bool:
-        """Whether the device falls back or raises."""
+        """True if the device falls back or raises."""
         return self.has in ("fallback", "refused")
 
 

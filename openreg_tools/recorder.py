@@ -93,8 +93,8 @@ def listed(keys: torch._C.DispatchKeySet) -> list[str]:
     return out
 
 
-def path(op: str, keys: list[str], backend: str, everything: bool = False) -> list[Step]:
-    """The kernels that a call passes, in order; with `everything`, also keys that fall through.
+def path(op: str, keys: list[str], backend: str) -> list[Step]:
+    """The kernels that a call passes, in order, without those that fall through.
 
     `backend` is the key that a factory's device argument selects; a tensor's backend key takes precedence.
     """
@@ -105,7 +105,7 @@ def path(op: str, keys: list[str], backend: str, everything: bool = False) -> li
     steps = []
     for key in keys:
         found = step(op, key, table.get(key))
-        if everything or found.does != "falls through":
+        if found.does != "falls through":
             steps.append(found)
         if found.last:
             break
@@ -300,7 +300,7 @@ class Recorder(TorchDispatchMode):
         return time.perf_counter() - self.origin
 
     def _is_first(self, call: Call, tensors: list[torch.Tensor]) -> bool:
-        """Whether no call of the operator with these dtypes came before; it may load code."""
+        """Returns true if no call of the operator with these dtypes came before; it may load code."""
         kind = (call.name, call.has, frozenset((t.dtype, t.device.type) for t in tensors))
         new = kind not in self._seen
         self._seen.add(kind)

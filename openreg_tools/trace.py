@@ -194,7 +194,7 @@ trace = Trace
 
 
 def _queues(device: str) -> bool:
-    """Whether a device's kernels may still be queued when a call returns, so that only its events give their times."""
+    """Returns true if a device's kernels may still be queued when a call returns; only its events give their times."""
     kind = torch.device(device).type
     if kind in ("cpu", "meta"):
         return False

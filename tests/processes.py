@@ -97,7 +97,7 @@ def _all(file: io.TextIOBase) -> str:
 
 
 def _may_fork(env: Mapping[str, str]) -> bool:
-    """Whether a program with this environment may come from a server, which has this process's."""
+    """Returns true if a program with this environment may come from a server, which has this process's."""
     return _early(env) == _early(os.environ) and not any(name.startswith("COVERAGE") for name in env)
 
 

@@ -118,7 +118,7 @@ def _paragraphs(lines: list[str]) -> str:
 
 
 def _continues(lines: list[str], i: int) -> bool:
-    """Whether line i begins an item: the next line is indented, another item, or the end."""
+    """Returns true if line i begins an item: the next line is indented, another item, or the end."""
     return i + 1 == len(lines) or lines[i + 1].startswith("  ") or bool(re.match(r"[\w() ]{1,40}: ", lines[i + 1]))
 
 

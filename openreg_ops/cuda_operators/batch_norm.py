@@ -113,7 +113,7 @@ def batch_norm_gather_stats(
     eps: float,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same as `batch_norm_gather_stats_with_counts`, of processes with `count` values each."""
+    """`batch_norm_gather_stats_with_counts` for processes with `count` values each."""
     op = "batch_norm_gather_stats"
     _expect_real(op, "mean", mean)
     expect(mean.dim() == 2, f"{op}: expected mean [processes, C], but got {list(mean.shape)}")

@@ -49,7 +49,7 @@ def conv_depthwise3d(
     padding: list[int],
     dilation: list[int],
 ) -> Tensor:
-    """The same as `conv_depthwise2d`, of volumes."""
+    """`conv_depthwise2d` for volumes."""
     return torch.conv3d(self, weight, bias, stride, padding, dilation, self.size(1))
 
 

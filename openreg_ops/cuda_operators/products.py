@@ -130,7 +130,7 @@ def correct_baddbmm() -> None:
 
 
 def _is_transposed(mat: Tensor) -> bool:
-    """Whether a matrix, or each of a batch, is stored by columns; raises unless its rows or columns are aligned."""
+    """Returns true if a matrix, or each of a batch, is stored by columns. Its rows or columns must be aligned."""
     rows, columns = mat.dim() - 2, mat.dim() - 1
     aligned = 16 // mat.element_size()
     for step, unit, transposed in ((columns, rows, True), (rows, columns, False)):
@@ -277,7 +277,7 @@ def scaled_grouped_mm_v2(
     contraction_dim: tuple[int, ...] = (),
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """The same, behind `torch.nn.functional.scaled_grouped_mm`."""
+    """The operator behind `torch.nn.functional.scaled_grouped_mm`: see `_scaled_grouped_mm`."""
     expect(
         len(contraction_dim) == 0 or tuple(contraction_dim) == (-1, -2),
         "Curently contraction dims must be (-1, -2) only",

@@ -19,7 +19,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def is_autocast_enabled() -> bool:
-    """Whether autocast is on for the device."""
+    """Returns true if autocast is on for the device."""
     return torch.is_autocast_enabled("openreg")
 
 

@@ -94,7 +94,7 @@ _is_in_bad_fork = _C.forked
 
 @constant
 def is_available() -> bool:
-    """Whether there is at least one device."""
+    """Returns true if there is at least one device."""
     return _C.device_count() > 0
 
 
@@ -126,7 +126,7 @@ def init() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether the process can use the device: false in a child created by ``fork()`` after its parent had used it."""
+    """Returns true if the process can use the device: a child forked after its parent had used it cannot."""
     return not _C.forked()
 
 
@@ -167,18 +167,18 @@ def get_arch_list() -> list[str]:
 
 @constant
 def is_tf32_supported() -> bool:
-    """Whether float32 matrix products may round to TF32: always false."""
+    """Returns true if float32 matrix products may round to TF32: always false."""
     return False
 
 
 @constant
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Whether the device computes in bfloat16: true if there is a device, whatever `including_emulation` is."""
+    """Returns true if the device computes in bfloat16: true if there is a device, whatever `including_emulation` is."""
     return is_available()
 
 
 def can_device_access_peer(device: torch.types.Device, peer_device: torch.types.Device) -> bool:
-    """Whether `device` can access the memory of `peer_device`: true for every other device."""
+    """Returns true if `device` can access the memory of `peer_device`: true for every other device."""
     return device_index(device) != device_index(peer_device)
 
 

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether the calling thread's current stream is being captured into a graph."""
+    """Returns true if the calling thread's current stream is being captured into a graph."""
     return _C.is_current_stream_capturing()
 
 

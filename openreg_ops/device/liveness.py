@@ -20,7 +20,7 @@ __all__ = ["InputLiveness", "is_plain"]
 
 
 def is_plain(kind: type[torch.Tensor]) -> bool:
-    """Whether a tensor class does not override dispatch."""
+    """Returns true if a tensor class does not override dispatch."""
     return kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
 
 

@@ -31,8 +31,10 @@ _MODES = ("inline", "async", "sync")
 
 
 class _OfDevice(type):
-    """Makes ``isinstance(x, torch.openreg.Stream)`` true for any ``torch.Stream`` of the device; likewise for
-    events."""
+    """Makes ``isinstance(x, torch.openreg.Stream)`` true for any ``torch.Stream`` of the device.
+
+    It does the same for ``torch.openreg.Event``.
+    """
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, cls._base) and instance.device.type == "openreg"

@@ -228,7 +228,7 @@ class PythonWrapper(_Wrapper, wrapper.PythonWrapperCodegen):
 
 
 class SubgraphPythonWrapper(_Wrapper, wrapper.SubgraphPythonWrapperCodegen):
-    """The same for the body of a `cond` or `while_loop`."""
+    """Writes the body of a `cond` or `while_loop`."""
 
 
 # See Note [C shims] in csrc/backend/aot_inductor.cpp.

@@ -110,7 +110,7 @@ class _Graphed:
         return results if isinstance(results, list) else self.model(inputs)
 
     def is_first(self, inputs: list[Any]) -> bool:
-        """Whether no other call had inputs of this kind."""
+        """Returns true if no other call had inputs of this kind."""
         key = self.key(inputs)
         if key in self.called:
             return False

@@ -29,7 +29,7 @@ if _chosen is not None and _chosen.type != torch.device(os.environ["ACCELERATE_T
 
 
 def on_device() -> bool:
-    """Whether accelerate runs on the device, or will."""
+    """Returns true if accelerate runs on the device, or will."""
     chosen = PartialState._shared_state.get("device") or torch.device(os.environ["ACCELERATE_TORCH_DEVICE"])
     return chosen.type == "openreg"
 

@@ -134,7 +134,7 @@ class CapturedGraph:
         return self.pinned[-1]
 
     def shares_memory(self, other: CapturedGraph) -> bool:
-        """Whether both captures allocated the same memory of their common pool."""
+        """Returns true if both captures allocated the same memory of their common pool."""
         if other not in self.meets:
             ends = sorted(
                 (each.start, each.end, graph) for graph, owner in enumerate((self, other)) for each in owner.made

@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,9 +21,6 @@ from openreg_ops.device.memory import address_of
 from openreg_ops.sanitizer.graph_report import CapturedGraph, GraphError, HostTensor, Hyperparameter, Node, Use
 from openreg_ops.sanitizer.report import READ, WRITE, Access, Memory, Span, Stream, Trace
 from openreg_tools.core.place import line, site
-
-if TYPE_CHECKING:
-    from openreg_ops.sanitizer.history import Races
 
 __all__ = ["Captures"]
 
@@ -39,8 +36,8 @@ def _stream_of(index: int) -> tuple[Stream, bool]:
 class Captures:
     """The graphs that were captured while the sanitizer is on."""
 
-    def __init__(self, races: Races) -> None:
-        self.races = races
+    def __init__(self, races: Any) -> None:
+        self.races = races  # the history.Races that owns this
         self.active: list[CapturedGraph] = []  # under capture
         self.graphs: weakref.WeakSet[CapturedGraph] = weakref.WeakSet()
         self.moved: dict[Span, Trace] = {}  # parameters whose memory was replaced, by the old span

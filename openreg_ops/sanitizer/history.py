@@ -121,7 +121,7 @@ def _of_collective(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> list[
     return found
 
 
-# Of a collective's output: a wait, which the runtime tells, and the wrapper that waits when it is used.
+# A collective's output is waited for by a wait, which the runtime tells, or by the wrapper when the output is used.
 _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 # Operators of these say in their schemas what they access. The kernels of others may do what any program does.
 _CALL_NONE = ("aten", "prim", "prims", "openreg", "c10d", "_c10d_functional")
@@ -181,7 +181,7 @@ class Races:
     # ---- order ----
 
     def after(self, stream: Stream | None, access: Access) -> bool:
-        """Whether everything that `stream`, or the host, does from now on comes after an access."""
+        """Returns true if everything that `stream`, or the host, does from now on comes after an access."""
         if stream is None:
             return access.seq_num <= self.syncs.host_sync_state.get(access.stream, -1)
         return self.syncs.is_ordered_after(stream, access.seq_num, access.stream)
@@ -313,7 +313,7 @@ class Races:
                 self.syncs.all_streams_wait_for_stream(each)
 
     def answers(self, event: int, stream: Stream) -> bool:
-        """Whether a query of an event, or of a stream if `event` is 0, may tell the program that the work is done.
+        """Returns true if a query of an event, or of a stream if `event` is 0, may answer that the work is done.
 
         The first query does not tell it of work that the host has not waited for. On hardware that work may still run,
         so the program must be right with this answer too, in every launch mode.
@@ -592,14 +592,14 @@ class Call:
         return self.races.check(accesses.values(), made_only=is_output and self.traits.allocates)
 
     def copy_waits(self, host: list[tuple[torch.Tensor, AccessType, str | None]]) -> bool:
-        """Whether the host waits for a copy. It does not for a non_blocking one that reads host or writes pinned memory."""
+        """Returns true if the host waits for a copy: not for a non_blocking one that reads host or writes pinned memory."""
         written = [x for x, kind, _ in host if kind is WRITE]
         return not self.non_blocking or (
             bool(written) and not written[-1].is_pinned()
         )  # in lists, the last one comes last
 
     def waits(self, found: list[tuple[torch.Tensor, AccessType, str | None]]) -> bool:
-        """Whether the host waits for the result: for a value, or for a size that depends on values."""
+        """Returns true if the host waits for the result: for a value, or for a size that depends on values."""
         masks = (torch.bool, torch.uint8)
         is_index = self.func is torch.ops.aten.index.Tensor
         return self.traits.waits or (is_index and any(x.dtype in masks for x, _, _ in found[1:]))

@@ -72,7 +72,7 @@ class SanitizerDispatchMode(TorchDispatchMode):
 
 
 def _is_python(func: torch._ops.OpOverload) -> bool:
-    """Whether the program has replaced the device's kernel of an operator by a Python function."""
+    """Returns true if the program has replaced the device's kernel of an operator by a Python function."""
     return f"{func.name().replace('::', '/')}/{identity.dense}" in torch.library._impls
 
 

@@ -95,7 +95,7 @@ class Schedules:
 
     @property
     def passed(self) -> bool:
-        """Whether every order gave the same result."""
+        """True if every order gave the same result."""
         return self.difference is None
 
     def raise_if_failed(self) -> None:
@@ -406,7 +406,7 @@ class Exploration:
         return exceptions
 
     def is_at_host(self, one: Deviation, exceptions: list[Deviation]) -> bool:
-        """Whether late work conflicts with the host rather than with the work launched at the step that it waits for."""
+        """Returns true if late work conflicts with the host, not with the work launched at the step that it waits for."""
         rank, late = one
         if late.needed or not any(each.what == "launch" and each.step == late.after for each in self.logs[rank]):
             return False

@@ -46,7 +46,7 @@ class _Failed(Exception):
 
 
 def _passes(report: pytest.TestReport) -> bool:
-    """Whether the test, or its fixtures, raised nothing, even if it was expected to fail."""
+    """Returns true if the test, or its fixtures, raised nothing, even if it was expected to fail."""
     return report.passed or str(report.longrepr).startswith(("[XPASS(strict)]", "Unexpected success"))
 
 

@@ -31,8 +31,8 @@ def name_of(op: Operator) -> str:
 # ---- how a check ends ----
 
 
-class Outcome(Exception):  # noqa: N818 -- it ends a check; only some of them are errors
-    """Ends a check that has something to report."""
+class Verdict(Exception):  # noqa: N818 -- it ends a check; only some of them are errors
+    """How a check ended, with a sentence and a remedy; raised to end it early."""
 
     def __init__(self, status: str, sentence: str, remedy: str = "") -> None:
         super().__init__(sentence)
@@ -41,23 +41,17 @@ class Outcome(Exception):  # noqa: N818 -- it ends a check; only some of them ar
 
 def refuse(sentence: str) -> NoReturn:
     """End the check: the operator, or PyTorch on its behalf, says that this is not supported."""
-    raise Outcome("refused", sentence)
+    raise Verdict("refused", sentence)
 
 
 def limit(sentence: str) -> NoReturn:
     """End the check at a limit of PyTorch, about which the operator's author can do nothing."""
-    raise Outcome("limit", sentence)
+    raise Verdict("limit", sentence)
 
 
 def skip(reason: str) -> NoReturn:
     """End the check: it does not apply."""
-    raise Outcome("skip", reason)
-
-
-def last_line(error: BaseException) -> str:
-    """``Type: message`` of an exception, on one line."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines)[:300]}" if lines else type(error).__name__
+    raise Verdict("skip", reason)
 
 
 # ---- the operator with its sample ----
@@ -74,7 +68,7 @@ class Case:
     """One operator with one sample, which gives checks fresh copies of its arguments.
 
     Args:
-        differentiate: ends with the outcome of the check `backward`; by default, there is no derivative.
+        differentiate: ends with the verdict of the check `backward`; by default, there is no derivative.
     """
 
     others: tuple[Sample, ...] = ()  # the operator's other samples
@@ -118,11 +112,11 @@ class Case:
 
     def fail(self, sentence: str, remedy: str) -> NoReturn:
         """End the check: the operator is wrong."""
-        raise Outcome("fail", f"{self.name}: {sentence}", remedy)
+        raise Verdict("fail", f"{self.name}: {sentence}", remedy)
 
     def warn(self, sentence: str, remedy: str) -> NoReturn:
         """End the check: the operator works, but is slow or surprising."""
-        raise Outcome("warn", f"{self.name}: {sentence}", remedy)
+        raise Verdict("warn", f"{self.name}: {sentence}", remedy)
 
     def expect(
         self, got: Results | Sequence[Tensor], expected: Results | Sequence[Tensor], where: str, who: str, remedy: str,
@@ -258,7 +252,7 @@ class Case:
         return self.leaf(tensors) if grad else tensors
 
     def leaf(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The same, with requires_grad where the sample asks for a gradient."""
+        """The tensors, detached, with requires_grad where the sample asks for a gradient."""
         return [x.detach().requires_grad_(flag) for x, flag in zip(tensors, self.wanted, strict=True)]
 
     def of(self, tensors: Iterable[Any]) -> list[Any]:
@@ -344,8 +338,8 @@ class Case:
     # ---- derivatives ----
 
     @functools.cached_property
-    def derivative(self) -> Outcome:
-        """Whether the operator has a derivative: status pass, skip (nothing to differentiate), refused, or fail.
+    def derivative(self) -> Verdict:
+        """The verdict on the operator's derivative: pass, skip (nothing to differentiate), refused, or fail.
 
         An operator may refuse the gradients of some arguments, such as a table of cosines. `wanted` then loses these, unless
         the sample asks for them.
@@ -362,18 +356,18 @@ class Case:
         self.wanted = [each.status == "pass" for each in found]
         if any(self.wanted) and self._derivative().status == "pass":
             refused = [n for n, flag, now in zip(self.names, every, self.wanted, strict=True) if flag and not now]
-            return Outcome("pass", f"it refuses the gradients of {', '.join(refused)}")
+            return Verdict("pass", f"it refuses the gradients of {', '.join(refused)}")
         self.wanted = every
         return whole
 
-    def _derivative(self) -> Outcome:
+    def _derivative(self) -> Verdict:
         if self.differentiate is None:
-            return Outcome("skip", "")
+            return Verdict("skip", "")
         try:
             self.differentiate(self)
-        except Outcome as outcome:
-            return outcome
-        return Outcome("pass", "")
+        except Verdict as verdict:
+            return verdict
+        return Verdict("pass", "")
 
     @property
     def has_derivative(self) -> bool:
@@ -382,11 +376,11 @@ class Case:
     # ---- kernels ----
 
     def has_kernel(self, *keys: str) -> bool:
-        """Whether a kernel was registered at one of these keys directly."""
+        """Returns true if a kernel was registered at one of these keys directly."""
         return any(torch._C._dispatch_has_kernel_for_dispatch_key(self.op.name(), key) for key in keys)
 
     def has_computed_kernel(self, key: str) -> bool:
-        """Whether a call at this key finds a kernel, including an alias key's or a composite's."""
+        """Returns true if a call at this key finds a kernel, including an alias key's or a composite's."""
         return torch._C._dispatch_has_computed_kernel_for_dispatch_key(self.op.name(), key)
 
     @property

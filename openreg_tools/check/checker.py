@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import backends
-from openreg_tools.check.case import Operator, last_line, name_of
+from openreg_tools.check.case import Operator, name_of
 from openreg_tools.check.checks import CHECKS, SLOW
 from openreg_tools.check.report import Report
 from openreg_tools.check.run import Checks, in_children, in_process
 from openreg_tools.core import child, from_schema
+from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.device import usable
 from openreg_tools.core.move import Move
 from openreg_tools.core.options import Wrong, unknown
@@ -134,7 +135,7 @@ def derived(op: Operator, device: str, dtype: torch.dtype, most: int = 3) -> lis
                         op(*made.args, **made.kwargs)
                     yield k, ""
                 except Exception as error:
-                    yield k, last_line(error)
+                    yield k, all_lines(error)
 
     answers: Iterable[Any] = tries()
     if torch.device(device).type == "cpu" and hasattr(

@@ -19,7 +19,7 @@ from openreg_tools.check.report import Report, Result, explanation
 from openreg_tools.check.run import Checks, in_children
 from openreg_tools.core import device
 from openreg_tools.core.options import Wrong, count, duration, named, search_here, split, unknown
-from openreg_tools.core.report import add_output, write
+from openreg_tools.core.report import Progress, add_output, write
 from openreg_tools.core.samples import dtype_of, parse
 
 
@@ -81,15 +81,10 @@ def main(arguments: argparse.Namespace) -> int:
     if "generated" in split([*arguments.only, *arguments.skip]):
         raise Wrong("--only and --skip take checks; generated calls are made with --generate N alone")
     search_here()
-    live = sys.stderr.isatty()
-
-    def progress(where: str) -> None:
-        if not arguments.quiet:
-            print(f"\r{where:<60.60}" if live else where, end="" if live else "\n", file=sys.stderr, flush=True)
-
+    progress = Progress(quiet=arguments.quiet, every=0)
     try:
         # A child imports the operator, so that a library that ends its process there ends a child.
-        report = in_children(functools.partial(prepared, arguments), arguments.timeout, progress)
+        report = in_children(functools.partial(prepared, arguments), arguments.timeout, progress.show)
         if arguments.generate is not None:
             _generated(report, arguments)
     except ValueError as error:
@@ -98,8 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
         print("\ncheck: interrupted", file=sys.stderr)
         return 130
     finally:
-        if live and not arguments.quiet:
-            print(f"\r{'':60}\r", end="", file=sys.stderr)
+        progress.end()
     return write(report, arguments, verbose=arguments.verbose)
 
 

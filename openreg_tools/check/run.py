@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from openreg_tools.check.case import FAKE, Case, Operator, Outcome, last_line
+from openreg_tools.check.case import FAKE, Case, Operator, Verdict
 from openreg_tools.check.checks import ANY_LAYOUT, CHECKS, UNUSUAL
 from openreg_tools.check.checks.derivatives import derivative
 from openreg_tools.check.report import ENDED, Report, Result
 from openreg_tools.check.settings import preserved
 from openreg_tools.core import child
+from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.options import Wrong
 from openreg_tools.core.samples import Sample
 
@@ -66,24 +67,24 @@ class Checks:
         with _interrupts() as interrupts:
             case, refusal = (self._new_case(i), "") if name in ALONE else self._of_sample(i)
             if refusal and name != "runs":
-                outcome = Outcome("skip", f"{case.name} refuses this sample")
+                verdict = Verdict("skip", f"{case.name} refuses this sample")
             elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
-                outcome = Outcome("skip", "it applies to strided tensors only")
+                verdict = Verdict("skip", "it applies to strided tensors only")
             else:
                 with preserved(self.report.device):
-                    outcome = _run_check(CHECKS[name], case)
-                if outcome.status == "fail" and name != "runs" and (part := lacking(outcome.sentence)):
-                    outcome = Outcome("skip", f"the device lacks {part}")
+                    verdict = _run_check(CHECKS[name], case)
+                if verdict.status == "fail" and name != "runs" and (part := lacking(verdict.sentence)):
+                    verdict = Verdict("skip", f"the device lacks {part}")
             if interrupts:
                 raise KeyboardInterrupt
         seconds = round(time.perf_counter() - start, 4)
-        return Result(name, i, outcome.status, outcome.sentence, outcome.remedy, seconds)
+        return Result(name, i, verdict.status, verdict.sentence, verdict.remedy, seconds)
 
     def rehearse(self, i: int, name: str) -> None:
         """Run one check on one sample without gradients, in a child that cannot have them."""
         case, refusal = self._of_sample(i)
         if not refusal:
-            case.derivative = Outcome("skip", "")
+            case.derivative = Verdict("skip", "")
             _run_check(CHECKS[name], case)
 
     def _of_sample(self, i: int) -> tuple[Case, str]:
@@ -127,21 +128,21 @@ def _refusal(case: Case) -> str:
     try:
         case.expected  # noqa: B018 -- it runs the operator
     except _RAISED as error:
-        return last_line(error)
+        return all_lines(error)
     return ""
 
 
-def _run_check(function: Callable[[Case], str | None], case: Case) -> Outcome:
+def _run_check(function: Callable[[Case], str | None], case: Case) -> Verdict:
     try:
-        return Outcome("pass", function(case) or "")
-    except Outcome as outcome:
-        return outcome
+        return Verdict("pass", function(case) or "")
+    except Verdict as verdict:
+        return verdict
     except _RAISED as error:
         frames = traceback.extract_tb(error.__traceback__)
         where = next((f"{f.filename}:{f.lineno}" for f in reversed(frames) if "/torch/" not in f.filename), "")
-        said = f"{case.name}: the check {function.__name__} ended in {last_line(error)}" + f" ({where})" * bool(where)
+        said = f"{case.name}: the check {function.__name__} ended in {all_lines(error)}" + f" ({where})" * bool(where)
         remedy = "the operator raised where its result was expected; see the section of this check for what it calls"
-        return Outcome("fail", said, remedy)
+        return Verdict("fail", said, remedy)
 
 
 # ---- all checks ----
@@ -202,7 +203,7 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
             said = isinstance(error, (ValueError, Wrong))
             if not said:
                 traceback.print_exc()
-            answer({"wrong": str(error) if said else last_line(error)})
+            answer({"wrong": str(error) if said else all_lines(error)})
             return
         told = {"known": checks.known, "may_pass": checks.may_pass}
         answer({"ready": dataclasses.asdict(checks.report), **told})

@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from openreg_tools.compare.arguments import move_to
 from openreg_tools.compare.generators import default_generator, drawing
-from openreg_tools.compare.lockstep import DEVICE_ERRORS, Lockstep, first_line, is_traced
+from openreg_tools.compare.lockstep import DEVICE_ERRORS, Lockstep, is_traced
 from openreg_tools.compare.result import Difference
 from openreg_tools.compare.tolerance import Tolerance
+from openreg_tools.core.blocks import first_line
 from openreg_tools.core.compare import equal, largest, measure, ulp
 from openreg_tools.core.move import tensors_of
 from openreg_tools.core.place import Place, stack
@@ -173,7 +174,7 @@ class _Graph:
             if not getattr(error, "_compared", False) and not step.raises_too(error):
                 error._compared = True
                 mode.result.row(self.name).calls += 1
-                step.differs("the call", f"raised {type(error).__name__}: {first_line(error)}")
+                step.differs("the call", f"raised {first_line(error)}")
             raise
         mode.result.row(self.name).calls += 1
         if step.given is None:
@@ -181,14 +182,14 @@ class _Graph:
         try:
             expected, written = step.run()
         except Exception as error:
-            self._skip(f"{mode.reference} raised {type(error).__name__}: {first_line(error)}")
+            self._skip(f"{mode.reference} raised {first_line(error)}")
             return out
         try:
             step.compare(args, _listed(out), expected, written)
         except DEVICE_ERRORS:
             raise
         except Exception as error:  # such as a dtype that the reference cannot compare
-            self._skip(f"its results cannot be compared: {type(error).__name__}: {first_line(error)}")
+            self._skip(f"its results cannot be compared: {first_line(error)}")
         return out
 
     def _skip(self, why: str) -> None:

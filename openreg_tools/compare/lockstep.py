@@ -22,6 +22,7 @@ from openreg_tools.compare.facts import Facts, facts, is_tie
 from openreg_tools.compare.generators import drawing, shares_numbers, state_of
 from openreg_tools.compare.result import Difference, Result
 from openreg_tools.compare.tolerance import SUM, Tolerance, Tolerances
+from openreg_tools.core.blocks import first_line
 from openreg_tools.core.compare import Error, dense, equal, largest, measure
 from openreg_tools.core.device import LACKS, is_lacking
 from openreg_tools.core.move import tensors_of
@@ -30,7 +31,7 @@ from openreg_tools.core.report import Progress
 from openreg_tools.core.samples import shown
 from openreg_tools.threads import InThreads, Turn
 
-__all__ = ["DEVICE_ERRORS", "Lockstep", "is_traced", "first_line"]
+__all__ = ["DEVICE_ERRORS", "Lockstep", "is_traced"]
 
 # Fused attention that only some devices have. Its formula gives the first result.
 ATTENTION = ("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_flash_attention",
@@ -173,7 +174,7 @@ class Lockstep(TorchDispatchMode):
                 if not getattr(error, "_compared", False) and not self._raises_too(step, error):
                     error._compared = True
                     self.result.row(step.of.name).calls += 1
-                    self._differs(step, "the call", f"raised {type(error).__name__}: {first_line(error)}")
+                    self._differs(step, "the call", f"raised {first_line(error)}")
             raise
         return out
 
@@ -219,7 +220,7 @@ class Lockstep(TorchDispatchMode):
             if step.func._schema.name.partition("::")[2] in ATTENTION:
                 with contextlib.suppress(Exception):
                     return _attention(step)
-            self._skip(step.of, f"{self.reference} raised {type(error).__name__}: {first_line(error)}")
+            self._skip(step.of, f"{self.reference} raised {first_line(error)}")
             return _ABSENT
 
     # ---- comparing ----
@@ -364,11 +365,6 @@ class Lockstep(TorchDispatchMode):
         self.active = False
         self.places.__exit__()
         self.progress.end()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).splitlines() or [""])[0]
 
 
 def is_traced(types: Any) -> bool:

@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from openreg_tools.conformance.outcomes import first_line
 from openreg_tools.core import child
+from openreg_tools.core.blocks import first_line
 
 __all__ = ["Attempt", "attempts"]
 

@@ -48,7 +48,7 @@ def _has_fractions(x: Any) -> bool:
 
 
 def overflows(sample: Sample, unequal: Pairs) -> bool:
-    """Whether results differ only where one is not finite, and an argument is not finite, or its square is not.
+    """Returns true if results differ only where one is not finite, and an argument is not finite, or its square is not.
 
     A different order of operations, or a fused multiply-add, then gives inf or NaN on one side and another number on
     the other.
@@ -69,7 +69,7 @@ def overflows(sample: Sample, unequal: Pairs) -> bool:
 
 
 def rounds(sample: Sample, unequal: Pairs) -> bool:
-    """Whether results differ by a few roundings of the largest element, of the result or the arguments.
+    """Returns true if results differ by a few roundings of the largest element, of the result or the arguments.
 
     Terms that cancel may have had that size. If an argument is larger than 1e4, nothing is allowed, because any small
     result would be.
@@ -92,7 +92,7 @@ def rounds(sample: Sample, unequal: Pairs) -> bool:
 
 
 def as_exact(outcome_of: Callable[[Sample, Move], Outcome], sample: Sample, cpu: Outcome, unequal: Pairs) -> bool:
-    """Whether the device's results are about as far from those of float64 as the CPU's."""
+    """Returns true if the device's results are about as far from those of float64 as the CPU's."""
     wide = {torch.complex64: torch.complex128}
 
     def widest(x: Any) -> Any:

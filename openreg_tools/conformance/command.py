@@ -26,7 +26,7 @@ import torch
 from openreg_tools import backends
 from openreg_tools.conformance import cuda_dtypes, generate, schemas, sweep, training
 from openreg_tools.conformance.generated_calls import Calls
-from openreg_tools.conformance.outcomes import Report
+from openreg_tools.conformance.outcomes import Tally
 from openreg_tools.conformance.report import Case, Record, Results
 from openreg_tools.conformance.worker import Worker, on_workers
 from openreg_tools.core import child, opinfo, options
@@ -57,7 +57,7 @@ def dtypes_of(suites: Iterable[str] = SUITES, device: str | None = None) -> dict
 
 def check(
     name: str, dtype: str, device: str, samples: int, checks: tuple[str, ...], at: Callable[[str], None]
-) -> Report:
+) -> Tally:
     """Check one case."""
     if "::" in name:
         return schemas.check(name, device, samples, checks, at)
@@ -66,9 +66,9 @@ def check(
     if name.startswith("optim."):
         return training.check_optimizer(training.optimizers()[name], getattr(torch, dtype), device, checks, at)
     op, type_ = opinfo.database()[name], getattr(torch, dtype)
-    report = sweep.check(op, type_, device, samples, tuple(each for each in checks if each in sweep.CHECKS), at)
-    report.add(cuda_dtypes.check(op, type_, device, samples, checks, at))
-    return report
+    tally = sweep.check(op, type_, device, samples, tuple(each for each in checks if each in sweep.CHECKS), at)
+    tally.add(cuda_dtypes.check(op, type_, device, samples, checks, at))
+    return tally
 
 
 # ---- the worker ----
@@ -84,7 +84,7 @@ def serve(device: str) -> None:
                 dtypes_of(suites)
             case {"name": name, "dtype": dtype}:
                 start = time.perf_counter()
-                report = check(
+                tally = check(
                     name,
                     dtype,
                     device,
@@ -93,8 +93,8 @@ def serve(device: str) -> None:
                     lambda where: answer({"at": where}),
                 )
                 answer({
-                    "operator": name, "dtype": dtype, "ran": report.ran,
-                    "failures": [vars(failure) for failure in report.failures], "notes": report.notes,
+                    "operator": name, "dtype": dtype, "ran": tally.ran,
+                    "failures": [vars(failure) for failure in tally.failures], "notes": tally.notes,
                     "seconds": round(time.perf_counter() - start, 3),
                 })  # fmt: skip
             case _:

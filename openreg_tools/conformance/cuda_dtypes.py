@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools.conformance import transforms
 from openreg_tools.conformance.one_sample import OneSample, empty, sized
-from openreg_tools.conformance.outcomes import Outcome, Report, first_line, one_line, run
+from openreg_tools.conformance.outcomes import Outcome, Tally, one_line, run
 from openreg_tools.core import opinfo
+from openreg_tools.core.blocks import first_line
 from openreg_tools.core.move import Move
 
 CHECKS = ("cuda_dtypes", "autocast")
@@ -70,17 +71,17 @@ def check(
     samples: int = 8,
     checks: tuple[str, ...] = CHECKS,
     at: Callable[[str], None] = lambda where: None,
-) -> Report:
+) -> Tally:
     """Run the checks of this module; `cuda_dtypes` goes with the first dtype of `op`, `autocast` with float32."""
-    report = Report()
+    tally = Tally()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if "cuda_dtypes" in checks and dtype == opinfo.first_dtype(op):
             for missing in dtypes_of(op):
-                check_dtype(op, missing, device, samples, report, at)
+                check_dtype(op, missing, device, samples, tally, at)
         if "autocast" in checks and dtype == torch.float32 and not op.name.startswith("_foreach"):
-            check_autocast(op, device, samples, report, at)
-    return report
+            check_autocast(op, device, samples, tally, at)
+    return tally
 
 
 # ---- dtypes ----
@@ -138,10 +139,10 @@ class _Case:
     index: int
     dtype: torch.dtype
     device: str
-    report: Report
+    tally: Tally
 
     def fail(self, kind: str, message: str) -> None:
-        self.report.fail("cuda_dtypes", kind, self.index, f"{self.dtype}: {message}")
+        self.tally.fail("cuda_dtypes", kind, self.index, f"{self.dtype}: {message}")
 
     def call(self, function: Callable, move: Callable, **more: Any) -> Any:
         s = self.sample
@@ -166,7 +167,7 @@ class _Case:
         return _tensors(result), _gradients(self.sample, result, leaves, self.dtype) if backward else []
 
     def run(self, backward: bool) -> None:
-        self.report.ran["cuda_dtypes"] += 1
+        self.tally.ran["cuda_dtypes"] += 1
         expected, gradients = self.expected(backward)
         move = Move(self.device, backward)
         torch.manual_seed(opinfo.SEED)
@@ -256,7 +257,7 @@ class _Case:
         if not self.op.supports_out or "out" in self.sample.kwargs or not forward:
             return
         if self.leaves_out(forward):
-            self.report.notes["out= is not written by PyTorch's composite"] += 1
+            self.tally.notes["out= is not written by PyTorch's composite"] += 1
             return
         dense = all(x.layout == torch.strided for x in forward)
         for make in (sized, strided, empty) if dense else (sized,):
@@ -271,7 +272,7 @@ class _Case:
                 self.same(a, e, f"out= ({make.__name__})")
 
     def leaves_out(self, forward: list[torch.Tensor]) -> bool:
-        """Whether the CPU fails to resize an empty out= in the wider dtype, as fft.ihfftn of one dimension does."""
+        """Returns true if the CPU fails to resize an empty out= in the wider dtype, as in fft.ihfftn of one dimension."""
         if len(forward) != 1 or not forward[0].numel():
             return False
         out = torch.empty(0, dtype=WIDER.get(forward[0].dtype, forward[0].dtype))
@@ -322,53 +323,53 @@ def _gradients(sample: Any, result: Any, leaves: list[torch.Tensor], dtype: torc
 
 
 def check_dtype(
-    op: Any, dtype: torch.dtype, device: str, samples: int, report: Report, at: Callable[[str], None]
+    op: Any, dtype: torch.dtype, device: str, samples: int, tally: Tally, at: Callable[[str], None]
 ) -> None:
     """Check `op` in one dtype that the CPU lacks."""
     backward = op.supports_autograd and dtype in op.supported_backward_dtypes("cuda")
     for i, sample in enumerate(opinfo.samples(op, dtype, backward, samples)):
         at(f"cuda_dtypes, sample {i}")
-        _Case(op, sample, i, dtype, device, report).run(backward)
+        _Case(op, sample, i, dtype, device, tally).run(backward)
 
 
 # ---- autocast ----
 
 
-def check_autocast(op: Any, device: str, samples: int, report: Report, at: Callable[[str], None]) -> None:
+def check_autocast(op: Any, device: str, samples: int, tally: Tally, at: Callable[[str], None]) -> None:
     """What runs in float32 must run under autocast in float16 and bfloat16, with nearly equal results and gradients."""
     backward = op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")
     if op.full_name in REFUSED_UNDER_AUTOCAST:
         return
     for i, sample in enumerate(opinfo.samples(op, torch.float32, backward, samples)):
-        one = OneSample(op, sample, i, device, report)
+        one = OneSample(op, sample, i, device, tally)
         plain, plain_gradients = _outcome(one, contextlib.nullcontext(), backward)
         if plain.error or (plain_gradients and plain_gradients.error):
             continue
         transformed = backward and not run(functools.partial(_transformed, one), device).error
         for dtype in (torch.float16, torch.bfloat16):
             at(f"autocast, sample {i}")
-            report.ran["autocast"] += 1
+            tally.ran["autocast"] += 1
             cast, gradients = _outcome(one, torch.autocast(torch.device(device).type, dtype=dtype), backward)
             if transformed:
                 with torch.autocast(torch.device(device).type, dtype=dtype):
                     again = run(functools.partial(_transformed, one), device)
                 if again.error:
                     message = f"{dtype}, torch.func.grad: {first_line(again.error)}"
-                    report.fail("autocast", "gradient", i, message)
+                    tally.fail("autocast", "gradient", i, message)
             for kind, wide, half in (("error", plain, cast), ("gradient", plain_gradients, gradients)):
                 if half is None or wide is None:
                     continue
                 if half.error:
-                    report.fail("autocast", kind, i, f"{dtype}: {first_line(half.error)}")
+                    tally.fail("autocast", kind, i, f"{dtype}: {first_line(half.error)}")
                     break
                 if not one.values or cast.drew:
                     continue
                 far = list(_far(wide.value, half.value, dtype))
                 if far and _as_on_cpu(op, sample, i, dtype, (cast, gradients), backward):
-                    report.notes["as far from float32 as autocast on the CPU"] += 1
+                    tally.notes["as far from float32 as autocast on the CPU"] += 1
                     break
                 for message in far:
-                    report.fail("autocast", "value" if kind == "error" else kind, i, f"{dtype}: {message}")
+                    tally.fail("autocast", "value" if kind == "error" else kind, i, f"{dtype}: {message}")
 
 
 def _outcome(one: Any, context: Any, backward: bool) -> tuple[Outcome, Outcome | None]:
@@ -384,8 +385,8 @@ def _outcome(one: Any, context: Any, backward: bool) -> tuple[Outcome, Outcome |
 
 
 def _as_on_cpu(op: Any, sample: Any, index: int, dtype: torch.dtype, found: tuple, backward: bool) -> bool:
-    """Whether autocast differs as much on the CPU: rounding large scores to float16 changes their softmax by 2 %."""
-    one = OneSample(op, sample, index, "cpu", Report())
+    """Returns true if autocast differs as much on the CPU: float16 changes the softmax of large scores by 2 %."""
+    one = OneSample(op, sample, index, "cpu", Tally())
     cpu = _outcome(one, torch.autocast("cpu", dtype=dtype), backward)
     return all(not (e.error or list(_far(e.value, a.value, dtype))) for e, a in zip(cpu, found, strict=True) if e and a)
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from openreg_tools.conformance.outcomes import Report, first_line
+from openreg_tools.conformance.outcomes import Tally
+from openreg_tools.core.blocks import first_line
 from openreg_tools.core.device import synchronize
 from openreg_tools.core.move import Move
 
@@ -38,7 +39,7 @@ def free(x: torch.Tensor) -> bool:
 
 
 def compare(
-    report: Report,
+    tally: Tally,
     index: int,
     what: str,
     call: Callable[[Any], Any],
@@ -78,5 +79,5 @@ def compare(
                 except Exception as error:
                     if "INTERNAL ASSERT" in str(error):
                         message = f"{what}, tensor {which} without memory: {first_line(error)}"
-                        report.fail(CHECK, "internal", index, message)
-            report.ran[CHECK] += any(found)
+                        tally.fail(CHECK, "internal", index, message)
+            tally.ran[CHECK] += any(found)

@@ -19,9 +19,10 @@ from openreg_tools.conformance.attempts import Attempt, attempts
 from openreg_tools.conformance.close_enough import Plain
 from openreg_tools.conformance.draw import Case, leaves_of
 from openreg_tools.conformance.guarded import Guarded, fenced, stays_within
-from openreg_tools.conformance.outcomes import Comparison, Outcome, Report, first_line, run
+from openreg_tools.conformance.outcomes import Comparison, Outcome, Tally, run
 from openreg_tools.core import child, from_schema
 from openreg_tools.core import device as devices
+from openreg_tools.core.blocks import first_line
 from openreg_tools.core.move import Move, Stays, StorageOf, is_written
 from openreg_tools.core.samples import Sample
 from openreg_tools.core.variations import is_strided, tensors_of
@@ -166,7 +167,7 @@ class Calls:
             return "allowed", "one side refuses a call that is wrong", ""
         plain = _outcome(name, sample, Plain("cpu"))
         if theirs and plain.error is None:
-            wrong = self._off(plain, there, name, sample) if _is_separate(name, sample) else ""
+            wrong = self._off(plain, there, sample) if _is_separate(name, sample) else ""
             if wrong and not self._doubt(name, sample):
                 return "failed", wrong, "value"
             return "allowed", "the device takes a layout that the CPU refuses", ""
@@ -188,32 +189,32 @@ class Calls:
         self, name: str, sample: Sample, cpu: Outcome, there: Outcome, at: Callable[[str], None]
     ) -> tuple[str, str, str]:
         """The end of a case in which both sides returned."""
-        custom, report = dispatch.is_custom(name), Report()
+        custom, tally = dispatch.is_custom(name), Tally()
         separate = _is_separate(name, sample)
         values = not schemas.is_uninitialized(name) and name not in schemas.UNDEFINED
         if self.alone and cpu.drew:
             return "allowed", "random numbers are drawn in the order of memory", ""
-        comparison = Comparison(report, "generated", -1, self.device, values)
+        comparison = Comparison(tally, "generated", -1, self.device, values)
         comparison.outcomes(cpu, there)
-        failures = [(each.kind, each.message) for each in report.failures]
-        if not failures and values and not self.alone and not report.notes["strides"]:
+        failures = [(each.kind, each.message) for each in tally.failures]
+        if not failures and values and not self.alone and not tally.notes["strides"]:
             failures += close_enough.beside(sample, cpu, there)
         of_values = [kind for kind, _ in failures if kind in ("value", "shape")]
         if values and separate and not cpu.drew and (custom or of_values):
             at("contiguous memory")
             plain = _outcome(name, sample, Plain("cpu"))
-            wrong = self._off(plain, there, name, sample) if plain.error is None else ""
+            wrong = self._off(plain, there, sample) if plain.error is None else ""
             if plain.error is None and (custom or not wrong):
                 failures = [(kind, message) for kind, message in failures if kind not in ("value", "shape")]
                 failures += [(wrong.partition(": ")[0], wrong.partition(": ")[2])] if wrong else []
         if not failures:
             return "equal", "", ""
         kind, message = failures[0]
-        excuse = self._excuse(name, sample, kind, message, cpu, comparison, separate, at)
+        excuse = self._excuse(name, sample, kind, cpu, comparison, separate, at)
         return ("allowed", excuse, "") if excuse else ("failed", message, kind)
 
     def _excuse(
-        self, name: str, sample: Sample, kind: str, message: str, cpu: Outcome, comparison: Comparison, separate: bool,
+        self, name: str, sample: Sample, kind: str, cpu: Outcome, comparison: Comparison, separate: bool,
         at: Callable[[str], None],
     ) -> str:  # fmt: skip
         """Why a difference says nothing about the device; "" if it does."""
@@ -234,12 +235,12 @@ class Calls:
         at("confirmation")
         return self._doubt(name, sample)
 
-    def _off(self, plain: Outcome, there: Outcome, name: str, sample: Sample) -> str:
+    def _off(self, plain: Outcome, there: Outcome, sample: Sample) -> str:
         """How results differ from those in contiguous memory, as "kind: message"."""
-        report = Report()
-        comparison = Comparison(report, "generated", -1, str(there.mover.device), True)
+        tally = Tally()
+        comparison = Comparison(tally, "generated", -1, str(there.mover.device), True)
         comparison.results(Outcome(plain.value[0], mover=plain.mover), Outcome(there.value[0], mover=there.mover))
-        found = [each for each in report.failures if each.kind in ("value", "shape")]
+        found = [each for each in tally.failures if each.kind in ("value", "shape")]
         if not found or close_enough.rounds(sample, comparison.unequal):
             return ""
         return f"{found[0].kind}: as the CPU computes in contiguous memory, {found[0].message}"
@@ -248,7 +249,7 @@ class Calls:
         """Why the CPU may cause a difference: its kernel reads beyond its arguments, or its results vary."""
         if dispatch.is_custom(name):  # its CPU kernel is tested too
             one, other = (_outcome(name, sample, Plain("cpu")) for _ in range(2))
-            varies = one.error is None and other.error is None and self._off(one, other, name, sample)
+            varies = one.error is None and other.error is None and self._off(one, other, sample)
             return "the results vary from call to call" if varies else ""
         call = functools.partial(schemas.called, name, sample)
 
@@ -292,7 +293,7 @@ def _outcome(name: str, sample: Sample, move: Move) -> Outcome:
 
 
 def _is_elsewhere(name: str, sample: Sample) -> bool:
-    """Whether an argument is on the host, on meta, or without memory, or no argument says where the call runs."""
+    """Returns true if an argument is on the host, on meta or without memory, or none says where the call runs."""
     given = from_schema.arguments_of(name, sample)
     inputs = tree_leaves([value for argument, value in given if not argument.is_out])
     if not any(isinstance(x, (torch.Tensor, torch.device, StorageOf)) for x in inputs):
@@ -307,7 +308,7 @@ def _is_elsewhere(name: str, sample: Sample) -> bool:
 
 
 def _is_separate(name: str, sample: Sample) -> bool:
-    """Whether no written argument shares its memory with another one, or has elements that share memory."""
+    """Returns true if no written argument shares its memory with another one, or has elements that share memory."""
     leaves = leaves_of(name, sample)
     counts = collections.Counter(x.untyped_storage()._cdata for x in tensors_of(sample) if is_strided(x))
     written = [x for argument, x in leaves if is_written(argument) and is_strided(x)]
@@ -315,7 +316,7 @@ def _is_separate(name: str, sample: Sample) -> bool:
 
 
 def _is_twice(name: str, sample: Sample) -> bool:
-    """Whether a written argument is also another argument, and shares its memory with nothing else."""
+    """Returns true if a written argument is also another argument, and shares its memory with nothing else."""
     leaves = [(argument, x) for argument, x in leaves_of(name, sample) if is_strided(x)]
     written = [x for argument, x in leaves if is_written(argument)]
     return all(
@@ -326,7 +327,7 @@ def _is_twice(name: str, sample: Sample) -> bool:
 
 
 def _overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether two elements share memory."""
+    """Returns true if two elements share memory."""
     if not x.numel() or x.is_meta:
         return False
     where = torch.arange(x.untyped_storage().nbytes() // x.element_size())
@@ -334,7 +335,7 @@ def _overlaps_itself(x: torch.Tensor) -> bool:
 
 
 def _is_boxing(sample: Sample, there: Outcome) -> bool:
-    """Whether an internal assertion is of PyTorch's code before it calls a kernel: MathBitsFallback, or the boxing of
+    """Returns true if an internal assertion is of PyTorch's code before the kernel: MathBitsFallback, or the boxing of
     sizes that SymInt keeps on the heap."""
     is_large = any(isinstance(x, int) and x < -(2**62) for x in tree_leaves((sample.args, sample.kwargs)))
     said = str(there.error)

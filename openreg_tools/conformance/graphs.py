@@ -20,9 +20,10 @@ import torch
 from torch.testing import _utils as testing_utils
 from torch.utils._pytree import tree_leaves
 
-from openreg_tools.conformance.outcomes import UNINITIALIZED, Report, first_line, same, short
+from openreg_tools.conformance.outcomes import UNINITIALIZED, Tally, same, short
 from openreg_tools.conformance.outcomes import run as run_once
 from openreg_tools.core import opinfo
+from openreg_tools.core.blocks import first_line
 from openreg_tools.core.move import Move
 
 CHECK = "graph"
@@ -128,24 +129,24 @@ def run(call: Callable[..., Any], arguments: Any, device: str, captured: bool) -
     return out
 
 
-def compare(report: Report, index: int, what: str, call: Callable[..., Any], arguments: Any, device: str) -> None:
+def compare(tally: Tally, index: int, what: str, call: Callable[..., Any], arguments: Any, device: str) -> None:
     """Run eagerly and as a graph, and note each difference. A call that cannot be captured is a note, not a failure."""
     expected = run(call, arguments, device, captured=False)
     if expected.error is None and not any(isinstance(x, torch.Tensor) for each in expected.values for x in each):
         return  # a value on the host, such as the result of item()
-    judge(report, index, what, expected, run(call, arguments, device, captured=True))
+    judge(tally, index, what, expected, run(call, arguments, device, captured=True))
 
 
-def judge(report: Report, index: int, what: str, expected: Replayed, actual: Replayed) -> None:
+def judge(tally: Tally, index: int, what: str, expected: Replayed, actual: Replayed) -> None:
     """Note each difference between eager mode and a graph."""
 
     def fail(kind: str, message: str) -> None:
-        report.fail("graph", kind, index, f"{what}: {message}")
+        tally.fail("graph", kind, index, f"{what}: {message}")
 
-    report.ran["graph"] += 1
+    tally.ran["graph"] += 1
     theirs, ours = (each and first_line(each) for each in (expected.error, actual.error))
     if actual.error is not None and REFUSED in str(actual.error):
-        report.notes[f"{NOTE}{_cause(str(actual.error))}"] += 1
+        tally.notes[f"{NOTE}{_cause(str(actual.error))}"] += 1
         return
     if expected.error is not None or actual.error is not None:
         if type(expected.error) is not type(actual.error):
@@ -172,7 +173,7 @@ def _cause(message: str) -> str:
 
 @functools.cache
 def supported(device: str) -> bool:
-    """Whether ``torch.accelerator.Graph`` captures on this device."""
+    """Returns true if ``torch.accelerator.Graph`` captures on this device."""
     kind = torch.device(device).type
     if not hasattr(torch.accelerator, "Graph") or kind != getattr(
         torch.accelerator.current_accelerator(), "type", None
@@ -185,10 +186,10 @@ def supported(device: str) -> bool:
     return True
 
 
-def check(op: Any, dtype: torch.dtype, device: str, samples: int, report: Report, at: At = lambda _: None) -> None:
+def check(op: Any, dtype: torch.dtype, device: str, samples: int, tally: Tally, at: At = lambda _: None) -> None:
     """`compare` for the samples of an OpInfo, functional and in place, and `check_numbers`.
 
-    `report` counts only the samples: not each number can be captured.
+    `tally` counts only the samples: not each number can be captured.
     """
     if op.name in UNINITIALIZED:
         return
@@ -198,10 +199,10 @@ def check(op: Any, dtype: torch.dtype, device: str, samples: int, report: Report
         for what, function in forms.items():
             if function is not None:
                 at(f"{CHECK}, sample {i}, {what}")
-                compare(report, i, what, function, arguments, device)
-    numbers = Report()
+                compare(tally, i, what, function, arguments, device)
+    numbers = Tally()
     check_numbers(op, dtype, device, numbers, at)
-    report.failures += numbers.failures
+    tally.failures += numbers.failures
 
 
 NUMBERS = (3, -1.5, 0.5 + 2j)
@@ -224,7 +225,7 @@ def with_number(value: Any, number: complex) -> Any:
     return value
 
 
-def check_numbers(op: Any, dtype: torch.dtype, device: str, report: Report, at: At = lambda _: None) -> None:
+def check_numbers(op: Any, dtype: torch.dtype, device: str, tally: Tally, at: At = lambda _: None) -> None:
     """`compare` with an integer, a float and a complex number beside the tensors: a number may promote their dtype.
 
     Each number takes the place of each argument after the first, and of all of them, in the functional, the in-place and
@@ -255,10 +256,10 @@ def check_numbers(op: Any, dtype: torch.dtype, device: str, report: Report, at: 
             for form, (function, more) in forms.items():
                 if function is not None:
                     at(f"{CHECK}, {form}")
-                    compare(report, i, form, function, (args, kwargs | more), device)
+                    compare(tally, i, form, function, (args, kwargs | more), device)
 
 
-def check_module(info: Any, dtype: torch.dtype, device: str, report: Report, at: At = lambda _: None) -> None:
+def check_module(info: Any, dtype: torch.dtype, device: str, tally: Tally, at: At = lambda _: None) -> None:
     """`compare` for forward and backward of a module in training mode, with its parameters and buffers as arguments."""
     inputs = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=False, training=True)
     for i, sample in enumerate(inputs):
@@ -284,7 +285,7 @@ def check_module(info: Any, dtype: torch.dtype, device: str, report: Report, at:
             return [*found, *torch.autograd.grad(total, list(leaves.values()), allow_unused=True)]
 
         arguments = (parameters, buffers, sample.forward_input.args, sample.forward_input.kwargs)
-        compare(report, i, "forward and backward", step, (arguments, {}), device)
+        compare(tally, i, "forward and backward", step, (arguments, {}), device)
 
 
 # Optimizers whose step needs values on the host, and why.
@@ -346,7 +347,7 @@ def check_optimizer(
     flags: dict[str, bool],
     dtype: torch.dtype,
     device: str,
-    report: Report,
+    tally: Tally,
     at: At = lambda _: None,
 ) -> None:
     """Run `_train` in both ways with each sample of options, and with ``capturable=True`` if the optimizer has it.
@@ -369,4 +370,4 @@ def check_optimizer(
             continue
         at(f"{CHECK}, sample {i}")
         expected, actual = (_train(info, options, dtype, device, captured) for captured in (False, True))
-        judge(report, i, f"{sample.desc} {flags}", expected, actual)
+        judge(tally, i, f"{sample.desc} {flags}", expected, actual)

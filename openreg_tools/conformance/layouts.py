@@ -130,7 +130,7 @@ class Call:
         made = self.guarded(layout, device)
         if not any(isinstance(each, Guarded) for each in made):
             return
-        comparison.report.ran[comparison.check] += 1
+        comparison.tally.ran[comparison.check] += 1
         where = f"{self.name}, {layout}: "
         views = [each.view if isinstance(each, Guarded) else each for each in made]
         outcome = self.on(device, views)
@@ -151,9 +151,9 @@ class Call:
             elif isinstance(each, Guarded) and each.address != view.data_ptr():
                 comparison.fail("layout", f"{where}expected the result in the memory that was passed")
             elif comparison.values:
-                before = len(comparison.report.failures)
+                before = len(comparison.tally.failures)
                 comparison.close(wanted, view.cpu(), "value")
-                for failure in comparison.report.failures[before:]:
+                for failure in comparison.tally.failures[before:]:
                     failure.message = where + failure.message
 
     def guarded(self, layout: str, device: str) -> list[Guarded | torch.Tensor]:

@@ -15,11 +15,11 @@ from openreg_tools.conformance.outcomes import (
     Comparison,
     Draws,
     Outcome,
-    Report,
+    Tally,
     draws_as_cpu,
-    first_line,
     run,
 )
+from openreg_tools.core.blocks import first_line
 from openreg_tools.core.move import Move
 from openreg_tools.core.opinfo import SEED
 
@@ -29,12 +29,12 @@ __all__ = ["OneSample", "empty", "other_dtype", "sized"]
 class OneSample:
     """Each check of one sample compares the device with the CPU."""
 
-    def __init__(self, op: Any, sample: Any, index: int, device: str, report: Report) -> None:
-        self.op, self.sample, self.index, self.device, self.report = op, sample, index, device, report
+    def __init__(self, op: Any, sample: Any, index: int, device: str, tally: Tally) -> None:
+        self.op, self.sample, self.index, self.device, self.tally = op, sample, index, device, tally
         self.values = op.name not in UNINITIALIZED
 
     def comparison(self, check: str) -> Comparison:
-        return Comparison(self.report, check, self.index, self.device, self.values)
+        return Comparison(self.tally, check, self.index, self.device, self.values)
 
     def both(self, call: Callable[[Move], Any], requires_grad: bool = False) -> tuple[Outcome, Outcome]:
         if draws_as_cpu(torch.device(self.device).type):
@@ -60,12 +60,12 @@ class OneSample:
         """Call with arguments on the device for which OpInfo names the error. `Exception` names none."""
         sample = self.sample
         error = run(lambda _: self.op(sample.input, *sample.args, **sample.kwargs), self.device).error
-        self.report.ran["errors"] += 1
+        self.tally.ran["errors"] += 1
         if isinstance(error, expected) or (error is None and expected is Exception):
             return
         kind, found = ("error type", first_line(error)) if error else ("no error", "none")
         message = f"OpInfo expects {expected.__name__} for this device, found {found}"
-        self.report.fail("errors", kind, self.index, message)
+        self.tally.fail("errors", kind, self.index, message)
 
     def backward(self, check: str = "backward") -> None:
         self.differentiate(lambda move: self.call(self.op, move), check)

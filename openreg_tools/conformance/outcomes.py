@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from openreg_tools import backends
+from openreg_tools.core.blocks import first_line
+from openreg_tools.core.compare import same_bits
 from openreg_tools.core.move import Move
 from openreg_tools.core.opinfo import SEED
 
@@ -23,7 +25,7 @@ HOST_ARGUMENTS = {"tensor_split": "tensor_indices_or_sections is read while the 
 
 
 def draws_as_cpu(kind: str) -> bool:
-    """Whether the generator of a device type draws the same numbers as the CPU's."""
+    """Returns true if the generator of a device type draws the same numbers as the CPU's."""
     return kind == "cpu" or backends.of_device(kind).draws_as_cpu
 
 
@@ -59,8 +61,8 @@ KINDS = {
 
 
 @dataclasses.dataclass
-class Report:
-    """What `check` found for one operator and dtype."""
+class Tally:
+    """What the checks of one case found: how many comparisons they made, and the failures."""
 
     ran: Counter[str] = dataclasses.field(default_factory=Counter)  # number of comparisons, by check
     failures: list[Failure] = dataclasses.field(default_factory=list)
@@ -73,7 +75,7 @@ class Report:
     def fail(self, check: str, kind: str, sample: int, message: str) -> None:
         self.failures.append(Failure(check, kind, sample, message))
 
-    def add(self, other: Report) -> None:
+    def add(self, other: Tally) -> None:
         self.ran.update(other.ran)
         self.failures += other.failures
         self.notes.update(other.notes)
@@ -83,7 +85,7 @@ class Report:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether everything that a program can observe of two results of one device is equal, bit for bit."""
+    """Returns true if everything that a program can observe of two results of one device is equal, bit for bit."""
     if (a.dtype, a.layout, a.device, a.requires_grad) != (b.dtype, b.layout, b.device, b.requires_grad):
         return False
     if a.is_nested or b.is_nested:
@@ -100,7 +102,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     a, b = (x.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for x in (a, b))
     if (a.dtype.is_floating_point or a.dtype.is_complex) and a.element_size() > 1 and a.dtype != torch.complex32:
-        return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+        return same_bits(a, b)
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) if a.numel() else True
 
 
@@ -157,26 +159,22 @@ class Draws(TorchDispatchMode):
         return False  # it would import dynamo
 
 
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
-
-
 class Comparison:
-    """Compares the device's outcome with the CPU's, collecting failures and notes into a report."""
+    """Compares the device's outcome with the CPU's, and adds failures and notes to a tally."""
 
-    def __init__(self, report: Report, check: str, sample: int, device: str, values: bool) -> None:
-        self.report, self.check, self.sample, self.values = report, check, sample, values
+    def __init__(self, tally: Tally, check: str, sample: int, device: str, values: bool) -> None:
+        self.tally, self.check, self.sample, self.values = tally, check, sample, values
         self.device = torch.device(device)
         self.exact = False
         # The results whose values differ: the CPU's, and the device's.
         self.unequal: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def fail(self, kind: str, message: str) -> None:
-        self.report.fail(self.check, kind, self.sample, message)
+        self.tally.fail(self.check, kind, self.sample, message)
 
     def outcomes(self, cpu: Outcome, device: Outcome) -> bool:
-        """Whether both returned; if so, their values are compared."""
-        self.report.ran[self.check] += 1
+        """Returns true if both returned; if so, their values are compared."""
+        self.tally.ran[self.check] += 1
         if self.device.type != "cpu" and device.drew:
             self.fail("rng", "the CPU's generator moved")
         # The same seed gives the same numbers, to the bit, where the device's generator is the CPU's algorithm; elsewhere
@@ -189,7 +187,7 @@ class Comparison:
         return True
 
     def returned(self, cpu: Outcome, device: Outcome, kind: str = "error", where: str = "") -> bool:
-        """Whether neither raised. If one raised, the other must raise the same type."""
+        """Returns true if neither raised. If one raised, the other must raise the same type."""
         if cpu.error is None and device.error is None:
             return True
         ours, theirs = device.error and first_line(device.error), cpu.error and first_line(cpu.error)
@@ -239,9 +237,9 @@ class Comparison:
                 size > 1 and e != a
                 for size, e, a in zip(expected.shape, expected.stride(), actual.stride(), strict=True)
             ):
-                self.report.notes["strides"] += 1
+                self.tally.notes["strides"] += 1
         if self.values and _is_beyond_storage(expected):
-            self.report.notes["beyond its storage"] += 1
+            self.tally.notes["beyond its storage"] += 1
         elif self.values:
             try:
                 actual = actual.detach()
@@ -249,7 +247,7 @@ class Comparison:
                 actual = (actual.contiguous() if actual.is_quantized else actual).cpu()
             except RuntimeError as error:
                 if not _is_comparable(expected):
-                    self.report.notes["cannot be compared"] += 1
+                    self.tally.notes["cannot be compared"] += 1
                     return
                 return self.fail("error", f"reading a result: {first_line(error)}")
             self.close(expected.detach(), actual, kind)
@@ -259,7 +257,7 @@ class Comparison:
             try:
                 parts = expected.unbind()
             except RuntimeError:  # offsets beyond the storage, which _nested_view_from_buffer does not check
-                self.report.notes["cannot be compared"] += 1
+                self.tally.notes["cannot be compared"] += 1
                 return
             for e, a in zip(parts, actual.unbind(), strict=True):
                 self.close(e, a, kind)
@@ -271,14 +269,14 @@ class Comparison:
             message = one_line(error)
         except (RuntimeError, IndexError):  # a sparse tensor that its maker has not checked
             if not _is_comparable(expected):
-                self.report.notes["cannot be compared"] += 1
+                self.tally.notes["cannot be compared"] += 1
                 return
             raise
         if self.exact:
             return self.fail("rng", f"from the same seed: {message}")
         try:
             torch.testing.assert_close(actual, expected, equal_nan=True)
-            self.report.notes["rounding"] += 1
+            self.tally.notes["rounding"] += 1
         except AssertionError as error:
             self.unequal.append((expected, actual))
             self.fail(kind, one_line(error))
@@ -299,7 +297,7 @@ class Comparison:
 
 
 def _is_beyond_storage(x: torch.Tensor) -> bool:
-    """Whether the storage has fewer elements than the geometry covers: operators such as _reshape_alias do not check."""
+    """Returns true if the geometry covers more than the storage: operators such as _reshape_alias do not check."""
     if x.layout != torch.strided or x.is_nested or x.is_quantized or not x.numel() or x.device.type == "meta":
         return False
     last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

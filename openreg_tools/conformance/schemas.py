@@ -22,8 +22,9 @@ from openreg_tools import backends, dispatch, operators
 from openreg_tools.conformance import freed, layouts, outcomes
 from openreg_tools.conformance.attempts import Attempt, attempts
 from openreg_tools.conformance.guarded import stays_within
-from openreg_tools.conformance.outcomes import Comparison, Report, first_line
+from openreg_tools.conformance.outcomes import Comparison, Tally
 from openreg_tools.core import child, from_schema, opinfo
+from openreg_tools.core.blocks import first_line
 from openreg_tools.core.known_arguments import SAMPLES
 from openreg_tools.core.move import Move, is_written
 from openreg_tools.core.samples import Sample, sample_of
@@ -130,7 +131,7 @@ UNDEFINED: dict[str, str] = {f"aten::{name}": why for name, why in layouts.WRITT
 
 
 def is_uncompared(name: str) -> bool:
-    """Whether an operator asks for the device type, or belongs to a CPU library, which takes only CPU tensors."""
+    """Returns true if an operator asks for the device type, or belongs to a CPU library: it takes only CPU tensors."""
     of_library = name.startswith(("mkl::", "mkldnn::", "mkldnn_prepacked::", "onednn::"))
     return name in UNCOMPARED or name.startswith("aten::_autocast_to_") or of_library
 
@@ -175,22 +176,22 @@ def names(device: str) -> list[str]:
 
 
 def is_of_package(name: str) -> bool:
-    """Whether an operator belongs to a device's package, which provides its samples."""
+    """Returns true if an operator belongs to a device's package, which provides its samples."""
     return bool(backends.of_operator(name).namespace)
 
 
 def is_overridden(name: str) -> bool:
-    """Whether the CPU's kernel of an operator that PyTorch offers to new devices refuses every call."""
+    """Returns true if the CPU's kernel of an operator that PyTorch offers to new devices refuses every call."""
     return name.partition(".")[0].endswith(("_overrideable", "_overrideable_backward"))
 
 
 def is_own(name: str, device: str) -> bool:
-    """Whether the operator's kernel on the device is neither the CPU's nor made of other operators."""
+    """Returns true if the operator's kernel on the device is neither the CPU's nor made of other operators."""
     return is_of_package(name) or backends.of_device(device).is_own(name)
 
 
 def is_uninitialized(name: str) -> bool:
-    """Whether the operator returns uninitialized memory."""
+    """Returns true if the operator returns uninitialized memory."""
     base = name.partition("::")[2].partition(".")[0]
     return base in outcomes.UNINITIALIZED or base in UNINITIALIZED or base.startswith(("empty", "new_empty"))
 
@@ -291,7 +292,7 @@ def without_out(name: str) -> str | None:
 
 
 def is_on_cpu(name: str) -> bool:
-    """Whether the CPU has a kernel for some layout, also for the form that one of PyTorch's out= operators calls."""
+    """Returns true if the CPU has a kernel for some layout, or for the form that an out= operator of PyTorch calls."""
     like = without_out(name) if _writes(name) else None
     if is_overridden(name) or (like and not is_on_cpu(like)):
         return False
@@ -366,12 +367,12 @@ def check(
     samples: int,
     checks: tuple[str, ...] = CHECKS,
     at: Callable[[str], None] = lambda where: None,
-) -> Report:
+) -> Tally:
     """Make generated calls of one operator, `samples` of them, and 16 damaged ones for each where the kernel is its own."""
-    report = Report()
+    tally = Tally()
     if name in NOT_CALLED:
-        report.notes["not called"] += 1
-        return report
+        tally.notes["not called"] += 1
+        return tally
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         at("making arguments")
@@ -380,28 +381,28 @@ def check(
             for i, call in enumerate(calls):
                 at(f"generated, sample {i}")
                 if not is_on_cpu(name):
-                    _runs(report, name, call, i, device)
+                    _runs(tally, name, call, i, device)
                     continue
                 if name in UNCOMPARED:
                     with contextlib.suppress(RuntimeError):  # not a crash
                         run(name, call, device)
-                    report.ran["generated"] += 1
+                    tally.ran["generated"] += 1
                     continue
-                _compare(report, name, call, i, device)
+                _compare(tally, name, call, i, device)
         for i, call in enumerate(calls if freed.CHECK in checks else ()):
-            freed.compare(report, i, f"sample {i}", functools.partial(called, name, call), lambda: Move(device), at)
+            freed.compare(tally, i, f"sample {i}", functools.partial(called, name, call), lambda: Move(device), at)
         if "generated" in checks and not calls:
-            _refused(report, name, samples, device, at)
+            _refused(tally, name, samples, device, at)
         if "garbage" in checks and is_own(name, device):
             _garbage(
-                report, name, calls or [from_schema.call(name, k) for k in range(samples)], 16 * samples, device, at
+                tally, name, calls or [from_schema.call(name, k) for k in range(samples)], 16 * samples, device, at
             )
-    return report
+    return tally
 
 
-def _runs(report: Report, name: str, call: Sample, sample: int, device: str) -> None:
+def _runs(tally: Tally, name: str, call: Sample, sample: int, device: str) -> None:
     """Check an operator that only the device has: it must run, and an out= form must equal the functional form."""
-    comparison = Comparison(report, "generated", sample, device, True)
+    comparison = Comparison(tally, "generated", sample, device, True)
     there = outcomes.run(lambda _: run(name, call, device)[0], device)
     outs = {each.name for each in dispatch.schema(name).arguments if each.is_out}
     like = without_out(name) if outs else None
@@ -409,7 +410,7 @@ def _runs(report: Report, name: str, call: Sample, sample: int, device: str) -> 
         plain = Sample(*call.args, **{key: value for key, value in call.kwargs.items() if key not in outs})
         comparison.outcomes(outcomes.run(lambda _: tree_map(_to_cpu, run(like, plain, device)[0]), device), there)
         return
-    report.ran["generated"] += 1
+    tally.ran["generated"] += 1
     if there.error is not None:
         comparison.fail("error", f"{first_line(there.error)} ({call!r})")
 
@@ -418,29 +419,29 @@ def _to_cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _compare(report: Report, name: str, call: Sample, sample: int, device: str) -> None:
+def _compare(tally: Tally, name: str, call: Sample, sample: int, device: str) -> None:
     with filled_memory():
         cpu, there = outcome_of(name, call, Move("cpu")), outcome_of(name, call, Move(device))
-    comparison = Comparison(report, "generated", sample, device, values=not is_uninitialized(name))
-    before = len(report.failures)
+    comparison = Comparison(tally, "generated", sample, device, values=not is_uninitialized(name))
+    before = len(tally.failures)
     comparison.outcomes(cpu, there)
-    for failure in report.failures[before:]:
+    for failure in tally.failures[before:]:
         failure.message = f"{failure.message} ({call!r})"
 
 
-def _refused(report: Report, name: str, samples: int, device: str, at: Callable[[str], None]) -> None:
+def _refused(tally: Tally, name: str, samples: int, device: str, at: Callable[[str], None]) -> None:
     """Check that the device refuses the calls that the CPU refuses, if it uses the CPU's kernel."""
-    report.notes["only refused calls"] += 1
+    tally.notes["only refused calls"] += 1
     for i, call in enumerate(refused(name, samples)):
         at(f"generated, refused sample {i}")
-        report.ran["generated"] += 1
+        tally.ran["generated"] += 1
         try:
             with child.at_most(4 << 30):
                 run(name, call, device)
         except Exception:
             continue
         if not is_own(name, device):
-            report.fail("generated", "no error", i, f"the CPU refuses ({call!r})")
+            tally.fail("generated", "no error", i, f"the CPU refuses ({call!r})")
 
 
 @contextlib.contextmanager
@@ -454,9 +455,7 @@ def filled_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _garbage(
-    report: Report, name: str, calls: list[Sample], count: int, device: str, at: Callable[[str], None]
-) -> None:
+def _garbage(tally: Tally, name: str, calls: list[Sample], count: int, device: str, at: Callable[[str], None]) -> None:
     made = [from_schema.garbage(name, calls[k % len(calls)], k) for k in range(count)]
     at("making garbage")
     compared = is_on_cpu(name) and name not in {**DIFFERENT, **backends.of_operator(name).differs()}
@@ -466,13 +465,13 @@ def _garbage(
     for k, call in enumerate(made):
         cpu, alone = on_cpu.get(k), from_schema.is_alone(call)
         if cpu is not None and cpu.kind in ("crashed", "hung") and (alone or not is_of_package(name)):
-            report.notes["the CPU crashes"] += 1
+            tally.notes["the CPU crashes"] += 1
             continue
         at(f"garbage, sample {k}")
-        report.ran["garbage"] += 1
+        tally.ran["garbage"] += 1
 
         def fail(kind: str, message: str, k: int = k, call: Sample = call) -> None:
-            report.fail("garbage", kind, k, f"{message} ({call!r})")
+            tally.fail("garbage", kind, k, f"{message} ({call!r})")
 
         if cpu is not None and cpu.kind in ("crashed", "hung"):
             fail("crash", f"on the CPU: {cpu.message}")
@@ -486,6 +485,6 @@ def _garbage(
         if error and "INTERNAL ASSERT" in error and not (cpu and "INTERNAL ASSERT" in cpu.message):
             fail("internal", error)
         elif cpu is not None and cpu.kind == "raised" and not error and LACKS_DTYPE.search(cpu.message):
-            report.notes["a dtype that the CPU lacks"] += 1
+            tally.notes["a dtype that the CPU lacks"] += 1
         elif cpu is not None and not alone and bool(error) != (cpu.kind == "raised"):
             fail("error" if error else "no error", error or f"the CPU raised {cpu.message}")

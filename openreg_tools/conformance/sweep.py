@@ -17,7 +17,7 @@ import torch
 
 from openreg_tools.conformance import freed, graphs, layouts, transforms
 from openreg_tools.conformance.one_sample import OneSample
-from openreg_tools.conformance.outcomes import Report
+from openreg_tools.conformance.outcomes import Tally
 from openreg_tools.core import opinfo
 from openreg_tools.core.move import Move
 
@@ -42,9 +42,9 @@ def check(
     samples: int = 8,
     checks: tuple[str, ...] = CHECKS,
     at: Callable[[str], None] = lambda where: None,
-) -> Report:
+) -> Tally:
     """Compare `op` on `device` with the CPU over at most `samples` sample inputs; `at` is called with the progress."""
-    report = Report()
+    tally = Tally()
     at("making samples")
     differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     backward = "backward" in checks and differentiable
@@ -53,7 +53,7 @@ def check(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for i, sample in enumerate(opinfo.samples(op, dtype, requires_grad, samples)):
-            one = OneSample(op, sample, i, device, report)
+            one = OneSample(op, sample, i, device, tally)
             for name, run in _OF_SAMPLE.items():
                 if name in checks and (name != "backward" or backward):
                     at(f"{name}, sample {i}")
@@ -61,22 +61,22 @@ def check(
         for layout in opinfo.LAYOUTS if "sparse" in checks else ():
             for i, sample in enumerate(opinfo.sparse_samples(op, layout, dtype, samples)):
                 at(f"sparse, sample {i}")
-                one = OneSample(op, sample, i, device, report)
+                one = OneSample(op, sample, i, device, tally)
                 one.forward("sparse")
                 if backward:
                     one.backward("sparse")
         if "errors" in checks and op.error_inputs_func and is_first:
-            _errors(op, device, 4 * samples, report, at)
+            _errors(op, device, 4 * samples, tally, at)
         if freed.CHECK in checks and is_first:
             for i, sample in enumerate(opinfo.samples(op, dtype, False, samples)):
-                call = functools.partial(OneSample(op, sample, i, device, report).call, op)
-                freed.compare(report, i, f"sample {i}", call, lambda: Move(device), at)
+                call = functools.partial(OneSample(op, sample, i, device, tally).call, op)
+                freed.compare(tally, i, f"sample {i}", call, lambda: Move(device), at)
         if graphs.CHECK in checks and graphs.supported(device):
-            graphs.check(op, dtype, device, samples, report, at)
-    return report
+            graphs.check(op, dtype, device, samples, tally, at)
+    return tally
 
 
-def _errors(op: Any, device: str, most: int, report: Report, at: Callable[[str], None]) -> None:
+def _errors(op: Any, device: str, most: int, tally: Tally, at: Callable[[str], None]) -> None:
     """Wrong inputs: the device must raise what the CPU raises, or what OpInfo names for the device."""
     at("making error inputs")
     torch.manual_seed(opinfo.SEED)
@@ -85,8 +85,8 @@ def _errors(op: Any, device: str, most: int, report: Report, at: Callable[[str],
         if len(of_cpu) == len(of_device) and wrong.error_type is not of_device[i].error_type:
             continue  # OpInfo names another error for the device, which `refuses` expects below
         at(f"errors, sample {i}")
-        OneSample(op, wrong.sample_input, i, device, report).forward("errors")
-    if not report.failures:
+        OneSample(op, wrong.sample_input, i, device, tally).forward("errors")
+    if not tally.failures:
         for i, wrong in enumerate(of_device):
             at(f"errors of the device, sample {i}")
-            OneSample(op, wrong.sample_input, i, device, report).refuses(wrong.error_type)
+            OneSample(op, wrong.sample_input, i, device, tally).refuses(wrong.error_type)

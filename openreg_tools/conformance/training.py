@@ -16,7 +16,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from openreg_tools.conformance import graphs
-from openreg_tools.conformance.outcomes import Comparison, Outcome, Report, first_line, one_line
+from openreg_tools.conformance.outcomes import Comparison, Outcome, Tally, one_line
+from openreg_tools.core.blocks import first_line
 
 CHECKS = ("train", "eval", "step", "vmap_grad", graphs.CHECK)
 DTYPES = ("float32", "float64")
@@ -41,16 +42,16 @@ def optimizers() -> dict[str, Any]:
     return {f"optim.{info.optim_cls.__name__}": info for info in optim_db}
 
 
-def _both(report: Report, check: str, sample: int, run: Callable[[str], Any], device: str) -> list[Any] | None:
+def _both(tally: Tally, check: str, sample: int, run: Callable[[str], Any], device: str) -> list[Any] | None:
     """The results of `run` on the CPU and on the device. None if either raised, and a failure if only one did."""
-    report.ran[check] += 1
+    tally.ran[check] += 1
     outcomes = []
     for place in ("cpu", device):
         try:
             outcomes.append(Outcome(run(place)))
         except Exception as error:
             outcomes.append(Outcome(error=error))
-    is_whole = Comparison(report, check, sample, device, True).returned(*outcomes)
+    is_whole = Comparison(tally, check, sample, device, True).returned(*outcomes)
     return [outcome.value for outcome in outcomes] if is_whole else None
 
 
@@ -74,9 +75,9 @@ def check_module(
     device: str,
     checks: tuple[str, ...] = CHECKS,
     at: Callable[[str], None] = lambda _: None,
-) -> Report:
+) -> Tally:
     """Compare forward and the gradients of parameters and inputs, in training and evaluation mode, and per sample."""
-    report = Report()
+    tally = Tally()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for check, compare in (("train", _module), ("eval", _module), ("vmap_grad", _per_sample)):
@@ -87,13 +88,13 @@ def check_module(
                 for i, sample in enumerate(inputs):
                     if sample.forward_input is not None:
                         at(f"{check}, sample {i}")
-                        compare(report, info, dtype, device, check, i, sample)
+                        compare(tally, info, dtype, device, check, i, sample)
         if graphs.CHECK in checks and graphs.supported(device):
-            graphs.check_module(info, dtype, device, report, at)
-    return report
+            graphs.check_module(info, dtype, device, tally, at)
+    return tally
 
 
-def _module(report: Report, info: Any, dtype: torch.dtype, device: str, check: str, i: int, sample: Any) -> None:
+def _module(tally: Tally, info: Any, dtype: torch.dtype, device: str, check: str, i: int, sample: Any) -> None:
     torch.manual_seed(0)
     host = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).to(dtype)
     host.train(check == "train" and type(host).__name__ not in RANDOM)
@@ -109,10 +110,10 @@ def _module(report: Report, info: Any, dtype: torch.dtype, device: str, check: s
         return [_tensors(out), [p.grad for p in module.parameters()], [x.grad for x in _tensors((args, kwargs))]]
 
     copied = copy.deepcopy(host)
-    values = _both(report, check, i, run, device)
+    values = _both(tally, check, i, run, device)
     if values is None:
         return
-    comparison = Comparison(report, check, i, device, True)
+    comparison = Comparison(tally, check, i, device, True)
     for kind, expected, actual in zip(("value", "gradient", "gradient"), *values, strict=True):
         for e, a in zip(expected, actual, strict=True):
             if (e is None) != (a is None):
@@ -121,7 +122,7 @@ def _module(report: Report, info: Any, dtype: torch.dtype, device: str, check: s
                 comparison.tensors(e.detach(), a.detach(), kind)
 
 
-def _per_sample(report: Report, info: Any, dtype: torch.dtype, device: str, check: str, i: int, sample: Any) -> None:
+def _per_sample(tally: Tally, info: Any, dtype: torch.dtype, device: str, check: str, i: int, sample: Any) -> None:
     """The parameters' gradients for each of two samples: torch.vmap of torch.func.grad of functional_call."""
     torch.manual_seed(0)
     host = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).to(dtype)
@@ -153,8 +154,8 @@ def _per_sample(report: Report, info: Any, dtype: torch.dtype, device: str, chec
         expected = run("cpu")
     except Exception:
         return
-    report.ran[check] += 1
-    comparison = Comparison(report, check, i, device, True)
+    tally.ran[check] += 1
+    comparison = Comparison(tally, check, i, device, True)
     try:
         actual = run(device)
     except Exception as error:
@@ -181,16 +182,16 @@ def check_optimizer(
     device: str,
     checks: tuple[str, ...] = CHECKS,
     at: Callable[[str], None] = lambda _: None,
-) -> Report:
+) -> Tally:
     """Compare four steps from the same weights with each sample of options: single, foreach, fused, and in graphs."""
-    report = Report()
+    tally = Tally()
     if graphs.CHECK in checks and graphs.supported(device):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for flags in implementations(info):
-                graphs.check_optimizer(info, flags, dtype, device, report, at)
+                graphs.check_optimizer(info, flags, dtype, device, tally, at)
     if "step" not in checks:
-        return report
+        return tally
     i = -1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -206,9 +207,9 @@ def check_optimizer(
                     continue
                 at(f"step, sample {i}")
                 run = functools.partial(_steps, info, {**options, **flags}, dtype)
-                values = _both(report, "step", i, run, device)
+                values = _both(tally, "step", i, run, device)
                 for e, a in zip(*(values or ([], [])), strict=True):
-                    comparison = Comparison(report, "step", i, device, True)
+                    comparison = Comparison(tally, "step", i, device, True)
                     if a.device.type != torch.device(device).type:
                         comparison.fail("device", f"a result is on {a.device}")
                         continue
@@ -216,7 +217,7 @@ def check_optimizer(
                         torch.testing.assert_close(a.cpu(), e, rtol=1e-4, atol=1e-5, equal_nan=True)
                     except AssertionError as error:
                         comparison.fail("value", f"{sample.desc} {flags}: {one_line(error)}")
-    return report
+    return tally
 
 
 def _steps(info: Any, options: dict[str, Any], dtype: torch.dtype, device: str) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = ["Block", "Box", "Cell", "Lines", "PageOnly", "Section", "Table", "Text",
-           "counted", "cut", "hanging", "joined", "seconds", "size", "table", "wrapped"]  # fmt: skip
+           "all_lines", "counted", "cut", "first_line", "hanging", "joined", "seconds", "size", "table", "wrapped"]  # fmt: skip
 
 WIDTH = 80
 
@@ -36,6 +36,17 @@ def cut(text: str, width: int) -> str:
     """The text, or its beginning, three dots and its end, which often distinguishes operators."""
     end = (width - 3) // 3
     return text if len(text) <= width else f"{text[: width - 3 - end]}...{text[-end:]}"
+
+
+def first_line(error: BaseException) -> str:
+    """``Type: message`` of an exception, with the first line of its message, or 300 characters of it."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+
+
+def all_lines(error: BaseException) -> str:
+    """``Type: message`` of an exception, with all lines of its message as one, or 300 characters of it."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)[:300]}" if lines else type(error).__name__
 
 
 def counted(number: int, noun: str) -> str:

@@ -205,41 +205,14 @@ class Parent:
         _write(self.answers, value)
 
     def serve(self, work: Callable[[Any, Answer], None]) -> None:
-        """Call ``work(request, answer)`` for each request until the parent asks no more."""
+        """Call ``work(request, answer)`` for each request until the parent asks no more.
+
+        `Child.stop` ends this process by an exception, which ends the children that it forked.
+        """
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         for line in self.requests:
             work(json.loads(line), self.answer)
             _write(self.answers)
-
-    def serve_in_forks(self, work: Callable[[Any, Answer], None], between: Callable[[], None] = lambda: None) -> None:
-        """Serve in a forked child, and in another one after its end.
-
-        ``{"ended": how}`` is the last answer to a request in which a child ended. ``{"late": how}`` is the first one if a
-        child ended before it answered anything to this request; another child then serves it. `between` is called before
-        each further fork: it loads what every later child would have to load.
-        """
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # sent by `Child.stop`
-        child, served = None, 0
-        try:
-            for line in self.requests:
-                begun = ended = False
-                while not ended:
-                    child = child or Child.fork(lambda parent: parent.serve(work))
-                    child.send(json.loads(line))
-                    try:
-                        while (said := child.read()) is not None:
-                            begun = True
-                            self.answer(said)
-                        served, ended = served + 1, True
-                    except Ended as error:
-                        child.stop()
-                        between()
-                        ended = begun or not served
-                        self.answer({"ended" if ended else "late": str(error)})
-                        child, served = None, 0
-                _write(self.answers)
-        finally:
-            if child:
-                child.stop()
 
 
 def parent() -> Parent | None:
@@ -300,7 +273,7 @@ def _child(work: Callable[[Parent], None], parent: Parent, words: BinaryIO) -> N
 
 
 def available(device: str) -> bool:
-    """Whether a forked child of this process can use the device, and autograd.
+    """Returns true if a forked child of this process can use the device, and autograd.
 
     A device that this process has used is not available, nor is autograd after a backward on a machine with an accelerator.
     """

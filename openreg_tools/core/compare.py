@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openreg_tools.core.samples import dtype_name
+
 __all__ = [
     "Error",
     "dense",
     "differs",
-    "dtype_name",
     "equal",
     "has_numbers",
     "is_small",
@@ -162,11 +163,6 @@ _FLOAT8 = {
 }
 
 
-def dtype_name(x: Tensor) -> str:
-    """As in "float32"."""
-    return str(x.dtype).removeprefix("torch.")
-
-
 def is_small(x: Tensor) -> bool:
     """Returns true for float8 and float4, which have no arithmetic, and no gradient."""
     return x.is_floating_point() and x.element_size() == 1
@@ -209,7 +205,7 @@ def differs(
         if a.shape != e.shape:
             return f"{what} {i} has shape {list(a.shape)} instead of {list(e.shape)}"
         if dtype and a.dtype != e.dtype:
-            return f"{what} {i} is {dtype_name(a)} instead of {dtype_name(e)}"
+            return f"{what} {i} is {dtype_name(a.dtype)} instead of {dtype_name(e.dtype)}"
         if a.is_meta or e.is_meta or not a.numel():
             continue
         error, ulps = _difference(a, e, exact, coarse)

@@ -174,7 +174,7 @@ LACKS = (RuntimeError, NotImplementedError, AttributeError)  # raised for what a
 
 
 def is_lacking(error: Exception) -> bool:
-    """Whether an error says that the device's package does not have something."""
+    """Returns true if an error says that the device's package does not have something."""
     said = re.search(r"doesn't support|not (yet )?(implemented|supported)", str(error))
     return isinstance(error, AttributeError) or bool(said)
 
@@ -189,7 +189,7 @@ def synchronize(device: str | torch.device) -> None:
 
 
 def has_events(device: str | torch.device) -> bool:
-    """Whether a device has events with times."""
+    """Returns true if a device has events with times."""
     try:
         stream = torch.accelerator.current_stream(torch.device(device))
         torch.Event(stream.device, enable_timing=True).record(stream)

@@ -327,7 +327,7 @@ def garbage(name: str, good: Sample, k: int) -> Sample:
 
 
 def is_alone(sample: Sample) -> bool:
-    """Whether the CPU cannot make this call: an argument is on another device, or has no memory."""
+    """Returns true if the CPU cannot make this call: an argument is on another device, or has no memory."""
 
     def stands_alone(value: Any) -> bool:
         if isinstance(value, Stays):

@@ -47,7 +47,7 @@ class Info(Report):
 
     @property
     def passed(self) -> bool:
-        """Whether there is no problem."""
+        """True if there is no problem."""
         return not self.problems
 
     def blocks(self, page: bool = False) -> Iterator[Block]:

@@ -96,7 +96,7 @@ def _outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, bool]]:
 
 
 def _is_generated(frame: FrameType) -> bool:
-    """Whether a frame's code is neither in a file, nor typed in by the user, nor passed with ``python -c``."""
+    """Returns true if a frame's code is neither in a file, nor typed in by the user, nor passed with ``python -c``."""
     return frame.f_code.co_filename.startswith("<") and frame.f_globals.get("__name__") != "__main__"
 
 

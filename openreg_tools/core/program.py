@@ -22,11 +22,11 @@ from openreg_tools.core.options import Wrong
 __all__ = ["Rank", "add_program", "of_rank", "program", "rank", "run"]
 
 
-def add_program(parser: argparse.ArgumentParser, metavar: str = "SCRIPT.py", text: str = "the program") -> None:
+def add_program(parser: argparse.ArgumentParser) -> None:
     """Add the program and its arguments to a parser that has all of the tool's options."""
     parser.set_defaults(own_options=frozenset(parser._option_string_actions) - {"-h", "--help"})
     parser.add_argument(
-        "program", nargs=argparse.PARSER, metavar=metavar, help=f"{text}, followed by its own arguments"
+        "program", nargs=argparse.PARSER, metavar="SCRIPT.py", help="the program, followed by its own arguments"
     )
 
 

@@ -53,7 +53,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether the command found no problem, so that it exits with 0."""
+        """True if the command found no problem, so that it exits with 0."""
         return True
 
     def text(self, **options: Any) -> str:
@@ -77,13 +77,12 @@ class Report:
 # ---- writing ----
 
 
-def add_output(parser: argparse.ArgumentParser, page: bool = True) -> None:
+def add_output(parser: argparse.ArgumentParser) -> None:
     """The options --json and --html."""
     parser.add_argument(
         "--json", type=file, metavar="FILE", help="write the report as JSON; - writes it to stdout instead of the table"
     )
-    if page:
-        parser.add_argument("--html", type=file, metavar="FILE", help="write the report as one HTML page")
+    parser.add_argument("--html", type=file, metavar="FILE", help="write the report as one HTML page")
 
 
 def write(report: Report, arguments: argparse.Namespace, **options: Any) -> int:
@@ -94,7 +93,7 @@ def write(report: Report, arguments: argparse.Namespace, **options: Any) -> int:
         print(report.text(**options))  # first, for a file that cannot be written loses nothing then
     if arguments.json not in (None, "-"):
         write_file(arguments.json, report.json())
-    if getattr(arguments, "html", None):
+    if arguments.html:
         write_file(arguments.html, report.html())
     return 0 if report.passed else 1
 
@@ -125,14 +124,14 @@ class Progress:
         total: how many steps there are; 0 if that is unknown.
         noun: what some steps find: "differ", "findings".
         quiet: print nothing.
-        every: seconds between two lines where stderr is not a terminal.
+        every: seconds between two lines where stderr is not a terminal; 0 for every step, on a terminal too.
     """
 
     def __init__(self, total: int = 0, noun: str = "", quiet: bool = False, every: float = 30) -> None:
         self.total, self.noun, self.quiet, self.done, self.found = total, noun, quiet, 0, 0
         self.live = sys.stderr is not None and sys.stderr.isatty()
         self.start = self._shown = time.monotonic()
-        self._every = 0.1 if self.live else every
+        self._every = min(0.1, every) if self.live else every
 
     def step(self, name: str, count: int = 1, found: int = 0) -> None:
         """`count` more steps, of `name`, are done, and `found` something."""

@@ -45,14 +45,14 @@ __all__ = [
 
 
 def is_strided(value: Any) -> bool:
-    """Whether a value is a tensor with strides and memory of its own: not sparse, nested, quantized or freed."""
+    """Returns true if a value is a tensor with strides and its own memory: not sparse, nested, quantized or freed."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested or value.is_quantized:
         return False
     return value.is_meta or not value.numel() or bool(value.untyped_storage().nbytes())
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether a dtype has one byte and a fraction, for which PyTorch has few kernels."""
+    """Returns true if a dtype has one byte and a fraction, for which PyTorch has few kernels."""
     return x.is_floating_point() and x.element_size() == 1
 
 

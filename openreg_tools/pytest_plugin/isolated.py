@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from _pytest.skipping import evaluate_xfail_marks
@@ -18,10 +18,7 @@ from _pytest.skipping import evaluate_xfail_marks
 from openreg_tools import backends
 from openreg_tools.core import place
 from openreg_tools.core.child import Child, Ended, Parent, parent
-from openreg_tools.pytest_plugin.findings import Finding
-
-if TYPE_CHECKING:
-    from openreg_tools.pytest_plugin.session import Session
+from openreg_tools.pytest_plugin.findings import Finding, Findings
 
 __all__ = ["Isolated", "child", "run", "starts"]
 
@@ -32,7 +29,7 @@ def _isolation() -> dict[str, str]:
 
 
 def starts(config: pytest.Config) -> bool:
-    """Whether this run has to start a process; pytest-xdist has its own processes, which inherit the environment."""
+    """Returns true if this run has to start a process; processes of pytest-xdist inherit the environment."""
     if hasattr(config, "workerinput"):
         return False
     if getattr(config.option, "numprocesses", None):
@@ -85,11 +82,11 @@ class Isolated:
 # ---- in the run that starts it ----
 
 
-def run(session: pytest.Session, plugin: Session) -> None:
-    """Run the collected tests in children."""
+def run(session: pytest.Session, findings: Findings, ended: list[str]) -> None:
+    """Run the collected tests in children. `ended` gets the tests that end their process."""
     tests, done = {item.nodeid for item in session.items}, set[str]()
     while left := tests - done:
-        end, said = _run_child(session, plugin, done)
+        end, said = _run_child(session, findings, ended, done)
         session.shouldstop = session.shouldstop or end.get("stop", False)
         session.shouldfail = session.shouldfail or end.get("fail", False)
         if session.shouldfail:
@@ -107,7 +104,9 @@ def run(session: pytest.Session, plugin: Session) -> None:
             )
 
 
-def _run_child(session: pytest.Session, plugin: Session, done: set[str]) -> tuple[dict[str, Any], str]:
+def _run_child(
+    session: pytest.Session, findings: Findings, ended: list[str], done: set[str]
+) -> tuple[dict[str, Any], str]:
     """Run the remaining tests in a child, and forward its reports; returns its last message, and what it wrote."""
     config, hook = session.config, session.config.hook
     # Its stderr is where the isolation's message and the traceback go; `sys` leaves it alone.
@@ -130,29 +129,28 @@ def _run_child(session: pytest.Session, plugin: Session, done: set[str]) -> tupl
                     hook.pytest_runtest_logfinish(**test)
                     test = {}
                 elif "findings" in message:
-                    plugin.findings.unpack(message["findings"])
+                    findings.unpack(message["findings"])
                 else:
                     end = message
-        except Ended as ended:
+        except Ended as end_of_process:
             errors = process.errors()
             if test and not end:
                 done.add(test["nodeid"])
-                _crashed(session, plugin, errors, **test)
-            return end, f"{ended}\n{process.output()[-4000:]}{errors[-4000:]}"
+                ended.append(test["nodeid"])
+                _crashed(session, findings, errors, **test)
+            return end, f"{end_of_process}\n{process.output()[-4000:]}{errors[-4000:]}"
     return end, ""
 
 
-def _crashed(session: pytest.Session, plugin: Session, said: str, nodeid: str, location: Any) -> None:
+def _crashed(session: pytest.Session, findings: Findings, said: str, nodeid: str, location: Any) -> None:
     """Report the test in which a child ended."""
-    if "leak" in plugin.kinds:
-        plugin.ended.append(nodeid)
     text = f"the process ended:\n{said[-4000:]}"
     found = (re.search(backend.access, said, re.M) for backend in backends.registered())
     if access := next(filter(None, found), None):
         frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', said, re.M)
         ours = [frame for frame in frames if not frame[0].startswith((*place.libraries(), "<"))]
         where = f"{place.relative(ours[0][0], str(session.config.rootpath))}:{ours[0][1]}" if ours else "?"
-        plugin.findings.add(Finding("host", access[1], where, nodeid))
+        findings.add(Finding("host", access[1], where, nodeid))
         text = "\n".join([access[0], *(f"{file}:{line}: in {name}" for file, line, name in ours)])
     report = pytest.TestReport(nodeid, location, {}, "failed", text, "call")
     item = next((item for item in session.items if item.nodeid == nodeid), None)  # none if it collected other ids

@@ -58,7 +58,7 @@ def line_of(root: Path) -> tuple[str, bool]:
 
 
 def is_tests(root: Path, variables: dict[str, Any], file: str) -> bool:
-    """Whether a module has tests: pytest rewrites its asserts, or its file is in a folder of tests."""
+    """Returns true if a module has tests: pytest rewrites its asserts, or its file is in a folder of tests."""
     if type(variables.get("__loader__")).__name__ == "AssertionRewritingHook":
         return True
     return Path(file).is_relative_to(root) and bool({"test", "tests"} & {*Path(file).relative_to(root).parts[:-1]})
@@ -86,12 +86,12 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _explains() -> bool:
-    """Whether pytest is showing a value to explain a failed assertion."""
+    """Returns true if pytest is showing a value to explain a failed assertion."""
     return any(frame.f_code.co_filename == saferepr.__file__ for frame in _frames())
 
 
 def _makes_a_module() -> bool:
-    """Whether a module is being made, perhaps to be moved to a device, or its parameters are reset."""
+    """Returns true if a module is being made, perhaps to be moved to a device, or its parameters are reset."""
     return any(
         frame.f_code.co_filename == nn.init.__file__
         or (
@@ -103,7 +103,7 @@ def _makes_a_module() -> bool:
 
 
 def _shuffles() -> bool:
-    """Whether a DataLoader draws the order of its samples, or the seed of its workers."""
+    """Returns true if a DataLoader draws the order of its samples, or the seed of its workers."""
     folder = os.path.dirname(data.__file__)
     return any(frame.f_code.co_filename.startswith(folder) for frame in _frames())
 
@@ -376,7 +376,7 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @functools.cache
 def _may_draw(func: torch._ops.OpOverload) -> bool:
-    """Whether an operator may draw random numbers: by its tag, an argument for a generator, or as not PyTorch's."""
+    """Returns true if an operator may draw random numbers: it has the tag or a generator, or is not PyTorch's."""
     takes = any("Generator" in str(argument.type) for argument in func._schema.arguments)
     return takes or torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prim", "prims")
 

@@ -182,7 +182,7 @@ class Session:
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
             return None
-        isolated.run(session, self)
+        isolated.run(session, self.findings, self.ended)
         return True
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -201,7 +201,7 @@ class Session:
             if not allowed:
                 remedy = "run on openreg, name other kinds, or pass --device-allow-unseen"
                 terminalreporter.line(f"{'':9}Remedy: {remedy}")
-        for test in self.ended:
+        for test in self.ended if "leak" in self.kinds else ():
             terminalreporter.line(f"leak: unknown for the tests that ran before {test} crashed the process", red=True)
         if found := self.forbidden & self.findings.kinds():
             terminalreporter.line(f"--device-forbid: found {', '.join(k for k in KINDS if k in found)}", red=True)

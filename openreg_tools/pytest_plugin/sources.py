@@ -127,7 +127,7 @@ def _of_string(node: ast.Constant, parents: dict[ast.AST, ast.AST], said: Callab
 
 
 def _leaves_out(node: ast.List | ast.Set | ast.Tuple, types: set[str]) -> bool:
-    """Whether a collection lists devices, "cuda" among them, and none of `types`."""
+    """Returns true if a collection lists devices, "cuda" among them, and none of `types`."""
     names = [each.value if isinstance(each, ast.Constant) and isinstance(each.value, str) else "" for each in node.elts]
     types_listed = [name.partition(":")[0] for name in names]
     known = _DEVICES | types

@@ -119,6 +119,6 @@ if __name__ == "__main__":
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, CUDA refuses every matrix product
     warnings.simplefilter("ignore")
     found = outcomes(sys.argv[1])
-    # Of most operators, no call waits or is refused: they have no calls here.
+    # An operator without a call that waits or is refused has no calls here.
     told = {op: calls if any(map(any, calls.values())) else {} for op, calls in sorted(found.items()) if calls}
     print("{" + ",\n".join(f"{json.dumps(op)}: {json.dumps(calls)}" for op, calls in told.items()) + "}")

@@ -28,13 +28,13 @@ from openreg_tools.conformance.outcomes import (
     HOST_ARGUMENTS,
     UNINITIALIZED,
     Outcome,
-    Report,
-    first_line,
+    Tally,
     run,
     same,
     short,
 )
 from openreg_tools.core import opinfo
+from openreg_tools.core.blocks import first_line
 from openreg_tools.core.move import Move
 from openreg_tools.core.variations import SHAPES, is_strided
 
@@ -66,7 +66,7 @@ GARBAGE = {
 
 
 def has_modes(device: str) -> bool:
-    """Whether the device has launch modes."""
+    """Returns true if the device has launch modes."""
     module = getattr(torch, torch.device(device).type, None)
     return hasattr(module, "launch_mode")
 
@@ -94,15 +94,13 @@ def observe(call: Callable[[Move], Any], device: str, mode: str) -> Seen:
     return Seen(outcome, late, list(outcome.mover.tensors.values()))
 
 
-def compare(
-    report: Report, check: str, index: int, what: str, call: Callable, device: str, values: bool = True
-) -> None:
+def compare(tally: Tally, check: str, index: int, what: str, call: Callable, device: str, values: bool = True) -> None:
     """Call in both modes and record each difference, including values if they are meaningful."""
     expected, actual = observe(call, device, "inline"), observe(call, device, "async")
-    report.ran[check] += 1
+    tally.ran[check] += 1
 
     def fail(kind: str, message: str) -> None:
-        report.fail(check, kind, index, f"{what}: {message}")
+        tally.fail(check, kind, index, f"{what}: {message}")
 
     error = expected.outcome.error
     theirs, ours = (each and _said(each) for each in (error, actual.outcome.error))
@@ -183,10 +181,10 @@ def check(
     device: str,
     samples: int,
     checks: tuple[str, ...],
-    report: Report,
+    tally: Tally,
     at: Callable[[str], None],
 ) -> None:
-    """Run the `CHECKS` that are in `checks` for one operator and dtype, into `report`."""
+    """Run the `CHECKS` that are in `checks` for one operator and dtype, into `tally`."""
     if not has_modes(device) or op.name in UNINITIALIZED:
         return
     values = op.full_name not in GARBAGE
@@ -201,22 +199,22 @@ def check(
                 continue
             at(f"async, sample {i}")
             if "async" in checks:
-                compare(report, "async", i, f"valid{form}", _call(op, function, arguments), device)
+                compare(tally, "async", i, f"valid{form}", _call(op, function, arguments), device)
             for what, changed in wrong(arguments) if errors else ():
                 at(f"async_errors, sample {i}")
-                compare(report, "async_errors", i, what + form, _call(op, function, changed), device, values)
+                compare(tally, "async_errors", i, what + form, _call(op, function, changed), device, values)
         if errors and op.supports_out:
-            _outs(op, arguments, i, device, report)
+            _outs(op, arguments, i, device, tally)
     if errors and op.error_inputs_func:
         torch.manual_seed(opinfo.SEED)
         for i, each in enumerate(itertools.islice(op.error_inputs("cpu"), 8 * samples)):
             at(f"async_errors, sample {i}")
             sample = each.sample_input
             call = _call(op, op.op, (sample.input, tuple(sample.args), sample.kwargs))
-            compare(report, "async_errors", i, "error input", call, device)
+            compare(tally, "async_errors", i, "error input", call, device)
 
 
-def _outs(op: Any, arguments: Arguments, index: int, device: str, report: Report) -> None:
+def _outs(op: Any, arguments: Arguments, index: int, device: str, tally: Tally) -> None:
     """Call with results of another dtype, shape and layout."""
     expected = run(_call(op, op.op, arguments), "cpu").value
     single = isinstance(expected, torch.Tensor)
@@ -230,23 +228,23 @@ def _outs(op: Any, arguments: Arguments, index: int, device: str, report: Report
     }.items():
         outs = [make(t.detach().resolve_conj().resolve_neg()) for t in flat]
         call = _call(op, op.op, arguments, out=outs[0] if single else tuple(outs))
-        compare(report, "async_errors", index, what, call, device)
+        compare(tally, "async_errors", index, what, call, device)
 
 
 def _call_with(function: Callable, args: tuple, kwargs: dict[str, Any], move: Move) -> Any:
     return function(*move(args), **move(kwargs))
 
 
-def check_operator(function: Callable, samples: Iterable[Any], device: str) -> Report:
+def check_operator(function: Callable, samples: Iterable[Any], device: str) -> Tally:
     """The check async_errors for any function, such as ``torch.ops.mylib.foo``.
 
     Args:
         samples: objects with ``args`` and ``kwargs``, tensors on the CPU (`openreg_tools.core.samples.Sample`).
     """
-    report = Report()
+    tally = Tally()
     for i, sample in enumerate(samples):
         valid = (None, tuple(sample.args), dict(sample.kwargs))
         for what, (_, args, kwargs) in itertools.chain([("valid", valid)], wrong(valid)):
             call = functools.partial(_call_with, function, args, kwargs)
-            compare(report, "async_errors", i, what, call, device)
-    return report
+            compare(tally, "async_errors", i, what, call, device)
+    return tally

@@ -5,12 +5,13 @@ from __future__ import annotations
 import launch_modes as asynchronous
 import pytest
 import torch
-from kit import in_threads
+from stream_kit import in_threads
 
 from openreg_ops import _C
 from openreg_ops.meta.op import SAMPLES
 from openreg_tools.conformance import outcomes
 from openreg_tools.core import opinfo
+from openreg_tools.core.blocks import first_line
 from openreg_tools.core.samples import sample_of
 
 pytestmark = pytest.mark.conformance
@@ -30,7 +31,7 @@ def found(report):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_both_modes_agree(name):
-    op, report = opinfo.database()[name], outcomes.Report()
+    op, report = opinfo.database()[name], outcomes.Tally()
     dtype = opinfo.first_dtype(op)
     asynchronous.check(op, dtype, DEVICE, 1, asynchronous.CHECKS, report, at=lambda where: None)
     assert report.ran["async"] >= 1 and report.ran["async_errors"] > 15
@@ -90,13 +91,13 @@ def test_what_a_kernel_refuses_is_raised_at_the_call(name):
         for _ in range(2):
             with pytest.raises(type(inline.value)) as caught:
                 REFUSED[name](x)
-            assert outcomes.first_line(caught.value) == outcomes.first_line(inline.value)
+            assert first_line(caught.value) == first_line(inline.value)
         torch.openreg.synchronize()
         assert torch.equal((x + x).cpu(), torch.full((3, 3), 2.0))
 
 
 def waits(call):
-    """Whether a call waits for the stream: if so, it raises the error of the work before it."""
+    """Returns true if a call waits for the stream: if so, it raises the error of the work before it."""
     with torch.openreg.launch_mode("async"):
         _C.launch_failure(0, "an earlier error")
         try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import captured
+from stream_kit import captured
 
 from openreg_ops.meta.op import SAMPLES
 from openreg_tools.conformance import graphs, outcomes, training
@@ -35,7 +35,7 @@ def found(report):
 def test_replay_is_eager(name):
     if name == "cholesky" and name not in opinfo.database():
         pytest.skip("this version of torch has no torch.cholesky in its OpInfos")
-    op, report = opinfo.database()[name], outcomes.Report()
+    op, report = opinfo.database()[name], outcomes.Tally()
     graphs.check(op, torch.float32, DEVICE, 4, report)
     assert report.ran["graph"] >= 1
     assert not report.failures, found(report)
@@ -45,7 +45,7 @@ def test_replay_is_eager(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64], ids=str)
 @pytest.mark.parametrize("name", ["add", "mul", "div.no_rounding_mode", "sub", "eq", "sum", "neg", "pow"])
 def test_replay_is_eager_in_other_dtypes(name, dtype):
-    op, report = opinfo.database()[name], outcomes.Report()
+    op, report = opinfo.database()[name], outcomes.Tally()
     graphs.check(op, dtype, DEVICE, 6, report)
     assert not report.failures, found(report)
 
@@ -54,7 +54,7 @@ def test_replay_is_eager_in_other_dtypes(name, dtype):
 @pytest.mark.parametrize("name", ["clamp", "clamp_min", "pow", "_foreach_pow", "_foreach_clamp_min", "eq", "lerp"])
 def test_numbers_beside_tensors(name, dtype):
     """A number may promote the dtype of the tensors beside it; a converted copy must not outlive the capture."""
-    op, report = opinfo.database()[name], outcomes.Report()
+    op, report = opinfo.database()[name], outcomes.Tally()
     graphs.check_numbers(op, dtype, DEVICE, report)
     assert not report.failures, found(report)
 
@@ -86,7 +86,7 @@ MODULES = ("nn.Linear", "nn.Conv2d", "nn.BatchNorm1d", "nn.LayerNorm", "nn.LSTM"
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name):
-    report = outcomes.Report()
+    report = outcomes.Tally()
     graphs.check_module(training.modules()[name], torch.float32, DEVICE, report)
     assert report.ran["graph"] >= 1
     assert not report.failures, found(report)
@@ -116,7 +116,7 @@ def not_captured():
 
 @pytest.mark.parametrize("name", sorted(not_captured()))
 def test_the_documented_exceptions_are_not_captured(name):
-    op, report = opinfo.database()[name], outcomes.Report()
+    op, report = opinfo.database()[name], outcomes.Tally()
     graphs.check(op, getattr(torch, opinfo.dtypes_of(op)[0]), DEVICE, 3, report)
     causes = [*report.notes, *(failure.message for failure in report.failures)]
     if name == "combinations" and torch.__version__ >= "2.14":
@@ -130,7 +130,7 @@ def test_the_documented_exceptions_are_not_captured(name):
 
 @pytest.mark.parametrize("name", sorted(graphs.DYNAMIC))
 def test_shapes_that_depend_on_values_are_refused(name):
-    op, report = opinfo.database()[name], outcomes.Report()
+    op, report = opinfo.database()[name], outcomes.Tally()
     graphs.check(op, getattr(torch, opinfo.dtypes_of(op)[0]), DEVICE, 3, report)
     assert report.notes and not report.failures
 
@@ -200,7 +200,7 @@ DYNAMIC = {"nms"}
 
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_operators_of_the_suite(name):
-    report = outcomes.Report()
+    report = outcomes.Tally()
     function = getattr(torch.ops.openreg, name)
     for i, sample in enumerate(list(SAMPLES[name]("cpu", torch.float32))[:4]):
         each = sample_of(sample)
@@ -227,7 +227,7 @@ def test_operators_of_the_suite(name):
     lambda x, y: torch.complex(x, y).fill_(complex(0.0, -0.0)).imag.reciprocal(),
 ])  # fmt: skip
 def test_expressions(expression):
-    report = outcomes.Report()
+    report = outcomes.Tally()
     torch.manual_seed(0)
     graphs.compare(report, 0, "expression", expression, ((torch.randn(4, 8), torch.randn(4, 8)), {}), DEVICE)
     assert not report.failures, found(report)

@@ -349,7 +349,7 @@ class Substitutes(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["inline"], indirect=True)
 def test_operators_that_cuda_checks_take_none(mode):
-    """Of the operators that the forward of every other OpInfo calls."""
+    """Operators refuse the scalars that CUDA refuses; tried are those that the forward of every other OpInfo calls."""
     substitutes = Substitutes()
     for op in [*opinfo.database().values()][::2]:
         if not opinfo.dtypes_of(op):

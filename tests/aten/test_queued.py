@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit import in_threads
+from stream_kit import in_threads
 from torch.testing import assert_close
 
 MS = 1_000_000

@@ -257,7 +257,7 @@ def test_the_suites_operators_agree_with_their_references(name):
     args, kwargs = as_sample(name)
     info = type("Info", (), {"__call__": lambda _, *a, **k: overload(name)(*a, **k), "get_inplace": lambda _: None})()
     info.name = name
-    report = outcomes.Report()
+    report = outcomes.Tally()
     one = OneSample(info, SampleInput(args[0], args=args[1:], kwargs=kwargs), 0, DEVICE, report)
     # A backward operator that runs cannot know which results its derivative would reach.
     backward = name.endswith(("_backward", "_gradients"))

@@ -97,7 +97,7 @@ def on_device(leaves: list[Any]) -> list[Any]:
 
 
 def raises(op: Any, call: Call) -> bool:
-    """Whether a call raises, or returns no elements."""
+    """Returns true if a call raises, or returns no elements."""
     try:
         results = [x.cpu() for x in tree_leaves(op(*call[0], **call[1])) if isinstance(x, torch.Tensor)]
     except Exception:

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def gloo():
-    """The same processes as a group of the CPU."""
+    """A group of the CPU with all processes."""
     return dist.new_group(backend="gloo")
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from kit import in_threads
+from stream_kit import in_threads
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 

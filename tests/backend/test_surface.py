@@ -33,7 +33,7 @@ ABSENT = {
 
 
 def is_public(name):
-    """Whether `torch.cuda.NAME` is CUDA's, and not something that its source imports."""
+    """Returns true if `torch.cuda.NAME` is CUDA's, and not something that its source imports."""
     if name.endswith(("Tensor", "Storage")):  # types of the time before dtype= and device=
         return False
     value = getattr(torch.cuda, name)
@@ -76,7 +76,7 @@ def test_every_parameter_of_cuda():
 
 
 def test_every_parameter_of_the_classes_of_cuda():
-    """The same of constructors and methods."""
+    """Constructors and methods accept the parameters of those of torch.cuda."""
 
     def constructor(kind):
         return next(f for f in (kind.__new__, kind.__init__) if inspect.isfunction(f))

@@ -227,7 +227,7 @@ def uncompiled(monkeypatch):
 
 
 def test_samples_have_a_result():
-    """Of operators whose first sample is empty."""
+    """Operators whose first sample is empty are tested with another one."""
     cases = list(every_case(r"^(cholesky_solve|linalg\.svd|nn\.functional\.unfold|nonzero)$"))
     assert len(cases) == 4
     for case in cases:

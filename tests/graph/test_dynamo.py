@@ -61,7 +61,7 @@ def test_the_device_is_registered_after_a_search_and_an_interrupted_import():
 
 @pytest.mark.fast
 def test_the_interface_is_that_of_the_device():
-    """Of the device, and of Inductor's compile processes, which know only the first three."""
+    """Inductor's compile processes have only the first three functions."""
     found = torch._dynamo.device_interface.get_interface_for_device("openreg")
     names = ("set_device", "current_device", "get_device_properties")
     assert [getattr(found.Worker, name) for name in names] == [getattr(torch.openreg, name) for name in names]

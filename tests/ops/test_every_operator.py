@@ -79,7 +79,7 @@ def calls(name, dtype=torch.float32):
 
 
 def has_derivative(name):
-    """Whether an output belongs to a node of its own. No backward runs, whose threads a fork would lack."""
+    """Returns true if an output belongs to a node of its own. No backward runs, whose threads a fork would lack."""
     if name in {f"{each}_gradients" for each in NO_SECOND_DERIVATIVE}:
         return False
     function, tensors = next(calls(name))
@@ -218,7 +218,7 @@ def test_half_types_are_computed_in_float32_and_rounded_once(name, device, dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"nms"}))
 def test_metadata(name, layout):
-    """Of the outputs: what the fake kernel and meta tensors say, in inference mode too, is what the kernel gives."""
+    """The fake kernel and meta tensors give the kernel's outputs their metadata, in inference mode too."""
     for function, tensors in calls(name):
         # Expanded, indices would repeat.
         changed = [LAYOUTS[layout](x) if x.is_floating_point() or layout != "expanded" else x for x in tensors]
@@ -328,7 +328,7 @@ def test_what_requires_gradients(name):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_a_tangent_of_one_input(name):
-    """Of any, the later tensors of a list too: the outputs' tangents are as if the others had tangents of zeros."""
+    """The outputs' tangents are as if the other inputs, later tensors of a list too, had tangents of zeros."""
     function, tensors = next(calls(name))
     floats = [i for i, x in enumerate(tensors) if x.is_floating_point()]
     for one in floats:

@@ -93,7 +93,7 @@ def test_backward_is_an_error(where):
 
 @pytest.mark.parametrize("device_type", ["openreg", "cpu"])
 def test_autocast_leaves_the_dtype_alone(device_type):
-    """Of x. Scales and bias may have any."""
+    """x keeps its dtype. Scales and bias may have any."""
     x, (weight_q, scale) = random(3, 8, device=device_type), weight(5, 8, device=device_type)
     bias, scale = random(5, device=device_type).bfloat16(), scale.bfloat16()
     with torch.autocast(device_type, torch.bfloat16):

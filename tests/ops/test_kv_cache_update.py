@@ -130,7 +130,7 @@ def test_values_from_the_cache_itself():
 
 
 def test_conjugate_views():
-    """Of a value, and of the cache: what is read through the view is what was written."""
+    """A value, or the cache, may be a conjugate view: what is read through it is what was written."""
     k_cache, v_cache, k, v, slots = inputs_of(dtype=torch.complex64, slots=[1, 4])
     k, v = torch.complex(k.real, v.real), torch.complex(v.real, k.real)
     new, _ = kv_cache_update(k_cache, v_cache, k.conj(), v, slots)

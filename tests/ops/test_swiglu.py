@@ -99,8 +99,11 @@ for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_gradients_that_no_cache_holds(tmp_path):
-    """Of more than 8 MB, the least size of a cache, and a rest that fills no register: to the bit, the gradients of few
-    elements. The process learns that the last cache has no size, because real ones may hold 300 MB."""
+    """Gradients of more than 8 MB, the least size of a cache, equal those of few elements to the bit.
+
+    The process learns that the last cache has no size, because real ones may hold 300 MB. The elements leave a rest that
+    fills no register.
+    """
     (tmp_path / "no_cache.c").write_text(NO_CACHE)
     command = ["gcc", "-shared", "-fPIC", tmp_path / "no_cache.c", "-o", tmp_path / "no_cache.so"]
     subprocess.run(command, check=True)

@@ -36,7 +36,7 @@ def check(function, batches, in_dims, tolerance, size, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_batches(name, dtype):
-    """Of one, for all arguments and for one, of all but one, of expanded memory, in chunks, to another dimension."""
+    """All arguments, one, or all but one are batched; also a batch of one, expanded, in chunks, to another dimension."""
     tolerance = {key: 2 * value for key, value in kit.TOLERANCE[dtype].items()}
     for sample in op.SAMPLES[name](DEVICE, dtype):
         function, tensors = kit.split(getattr(torch.ops.openreg, name).default, sample)

@@ -1,6 +1,6 @@
 """Which module imports which: no cycles, and openreg_tools needs no simulated device.
 
-Every import statement counts, those in functions too, but not those under TYPE_CHECKING, which never run.
+Every import statement counts, those in functions and those under TYPE_CHECKING too.
 """
 
 import ast
@@ -33,11 +33,7 @@ def imports(name: str, source: str, known: set[str]) -> set[str]:
     ``from package import name`` imports the module ``package.name`` if there is one, else the package.
     """
     found = set()
-    tree = ast.parse(source)
-    tree.body = [
-        node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    ]
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -71,9 +67,44 @@ def test_no_import_is_circular():
 def test_the_tools_import_no_device():
     sources = {name: source for name, source in modules().items() if name.partition(".")[0] == "openreg_tools"}
     wrong = {
-        f"{name} imports {each}"
+        f"{name} imports {module}"
         for name, source in sources.items()
-        for each in imports(name, source, set(sources))
-        if each.partition(".")[0] == "openreg_ops"
+        for module in imports(name, source, set(sources))
+        if module.partition(".")[0] == "openreg_ops"
     }
     assert not wrong
+
+
+def private_uses(source: str, known: set[str]) -> list[str]:
+    """The private names of other modules of `known` that a module imports, or reads as `module._name`."""
+    found, local = [], set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] in FOLDERS:
+            for alias in node.names:
+                if f"{node.module}.{alias.name}" in known:
+                    local.add(alias.asname or alias.name)
+                elif alias.name.startswith("_") and node.module in known and alias.name not in ("_C", "_build"):
+                    found.append(f"line {node.lineno}: {node.module}.{alias.name}")
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in local:
+            if node.attr.startswith("_") and not node.attr.startswith("__"):
+                found.append(f"line {node.lineno}: {node.value.id}.{node.attr}")
+    return found
+
+
+def test_private_names_stay_in_their_module():
+    """openreg_ops may read `module._name`: torch.openreg has private names because torch.cuda has them."""
+    sources = modules()
+    found = {name: private_uses(source, set(sources)) for name, source in sources.items()}
+    wrong = {
+        f"{name}, {use}"
+        for name, uses in found.items()
+        for use in uses
+        if name.startswith("openreg_tools") or use.split(": ")[1].startswith("openreg")
+    }
+    assert not wrong
+
+
+def test_private_uses_are_seen():
+    known = {"openreg_tools.one", "openreg_tools.two"}
+    source = "from openreg_tools.one import _private, public\nfrom openreg_tools import two\ntwo._hidden, two.__name__"
+    assert private_uses(source, known) == ["line 1: openreg_tools.one._private", "line 3: two._hidden"]

@@ -212,7 +212,7 @@ def test_device_count_and_memory():
 
 
 def test_a_value_that_makes_no_sense_is_an_error(monkeypatch):
-    """Of every variable, in one form: name, rule, value and remedy."""
+    """The error has the same form for every variable: name, rule, value and remedy."""
     for name in environment.VARIABLES:
         for other in environment.VARIABLES:
             monkeypatch.delenv(other, raising=False)

@@ -83,7 +83,7 @@ class held:  # noqa: N801 -- used as a function
 
 
 def waits(call: Callable[[], Any], stream: torch.Stream) -> bool:
-    """Whether the call waits for the work of a stream: it returns after the work has been let go."""
+    """Returns true if the call waits for the work of a stream: it returns after the work has been let go."""
     with held(stream) as work:
         later = threading.Timer(SOON, work.release)
         later.start()

@@ -177,7 +177,7 @@ LOST = {
     "list_gpu_processes": lambda w: O.list_gpu_processes(w.index),
     "caching_allocator_alloc": lambda w: O.caching_allocator_delete(O.caching_allocator_alloc(10, w.index)),
     "_sleep": lambda w: O._sleep(1),
-    # Of tensors, one of each kind.
+    # One operator of each kind.
     "Tensor.empty": lambda w: torch.empty(3, device=w.device),
     "Tensor.add": lambda w: w.x + 1,
     "Tensor.add_": lambda w: w.x.add_(1),
@@ -440,7 +440,7 @@ def test_a_second_stop_says_the_same():
 
 
 def failed(kind, device):
-    """Whether an allocation, a kernel or a copy on this device fails."""
+    """Returns true if an allocation, a kernel or a copy on this device fails."""
     x = KEPT_TENSORS[device]
     try:
         if kind == "allocation":
@@ -478,7 +478,7 @@ def test_a_fault_strikes_these_calls_alone(kind, device):
 
 
 def test_no_time_at_all():
-    """Of a latency and a sleep, also below zero: nothing is added, and nothing waits."""
+    """A latency or a sleep of zero, or below, adds nothing and does not wait."""
     x = torch.ones(3, device=DEVICE)
     with inject("kernel_latency", seconds=0) as kernels, inject("copy_latency", seconds=0.0) as copies:
         assert (x + 1).tolist() == [2, 2, 2]

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from graph_kit import DEVICE, warmed_up
-from kit import captured, in_threads
+from stream_kit import captured, in_threads
 from torch import nn
 from torch.openreg import _sanitizer
 from torch.testing._internal.two_tensor import TwoTensor

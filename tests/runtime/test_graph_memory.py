@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from graph_kit import DEVICE, inside, settled
-from kit import captured, in_threads
+from stream_kit import captured, in_threads
 
 # ---- memory of a graph ----
 

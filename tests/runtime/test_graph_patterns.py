@@ -8,7 +8,7 @@ test_graphs.py, test_capture_sanitizer.py and tests/aten/test_captured.py.
 import pytest
 import torch
 from graph_kit import DEVICE, settled
-from kit import captured, in_threads
+from stream_kit import captured, in_threads
 
 # ---- the object ----
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from graph_kit import DEVICE, settled
-from kit import captured, in_threads
 from processes import python
+from stream_kit import captured, in_threads
 from torch import nn
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from graph_kit import DEVICE, warmed_up
-from kit import captured
+from stream_kit import captured
 from torch import nn
 from torch.testing import assert_close
 

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 from graph_kit import DEVICE, turn_taken
-from kit import captured, in_threads
 from processes import python
+from stream_kit import captured, in_threads
 
 from openreg_ops import _C
 

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
-from kit import in_threads
 from processes import python
+from stream_kit import in_threads
 
 DEVICE = "openreg:0"
 

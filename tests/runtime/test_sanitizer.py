@@ -1101,7 +1101,7 @@ def test_spans_meet_where_they_share_a_byte():
 
 
 def addresses(x):
-    """Of its bytes, in its storage."""
+    """The offsets in its storage of a tensor's bytes."""
     places = {sum(map(operator.mul, each, x.stride())) for each in itertools.product(*map(range, x.shape))}
     return {x.element_size() * (x.storage_offset() + place) + i for place in places for i in range(x.element_size())}
 

@@ -141,7 +141,7 @@ def test_backward_in_a_thread():
 
 
 def test_threads_that_wait_for_one_future():
-    """Of a collective, whose thread is none of the program's."""
+    """The future is a collective's, whose thread is not one of the program's."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     store = torch.distributed.HashStore()

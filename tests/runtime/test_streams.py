@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 from graph_kit import turn_taken
-from kit import captured, in_threads
 from processes import python
+from stream_kit import captured, in_threads
 
 import openreg_ops
 from openreg_ops import _C
@@ -129,7 +129,7 @@ def without_free_pinned_blocks(n):
     return held
 
 
-# Of two sizes, so that the blocks that one case leaves behind do not serve the other.
+# The sizes differ, so that the blocks that one case leaves behind do not serve the other.
 @pytest.mark.parametrize(("n", "to_host"), [(1 << 19, False), (1 << 18, True)], ids=["to the device", "to the host"])
 def test_pinned_memory_is_reused_only_when_its_copies_are_done(n, to_host):
     x = torch.ones(n, device="openreg")

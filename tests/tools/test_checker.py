@@ -126,7 +126,7 @@ def noise(x):
 
 
 def traced(x):
-    """Whether a compiler traces this."""
+    """Returns true if a compiler traces this."""
     return type(x) is not Tensor
 
 
@@ -1949,8 +1949,8 @@ def test_progress_is_one_line_on_a_terminal(module, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert openreg_ops.__main__.main() == 0
     *lines, end = sys.stderr.getvalue().split("\r")[1:]
-    assert [each.strip() for each in lines] == ["[1/2] sample 0: runs", "[2/2] sample 0: poison", ""] and not end
-    assert {len(each) for each in lines} == {60}
+    assert [line.strip() for line in lines] == ["[1/2] sample 0: runs", "[2/2] sample 0: poison", ""] and not end
+    assert {len(line) for line in lines} == {79}
 
 
 @pytest.mark.parametrize("option", ["--html", "--json"])

@@ -20,19 +20,21 @@ def work(request, answer):
     answer("at")
     match request:
         case "abort": os.abort()
-        case "hang": time.sleep(100)
+        case "fork":
+            for forked in child.answers(lambda answer: (answer(os.getpid()), time.sleep(100)), 60):
+                answer(forked)
         case "late": threading.Timer(0.1, os.abort).start()
     answer(os.getpid())
 
 parent = child.parent()
 assert child.parent() is None
 print("printed")
-getattr(parent, sys.argv[1])(work)
+parent.serve(work)
 """
 
 
-def started(how: str) -> Child:
-    return Child.start([sys.executable, "-c", PROGRAM, how])
+def started() -> Child:
+    return Child.start([sys.executable, "-c", PROGRAM])
 
 
 def all_of(process: Child, request: str, seconds: float = 60) -> list[object]:
@@ -105,12 +107,12 @@ def test_a_child_that_is_not_read_to_its_end_is_ended(capfd):
 
 
 def test_a_started_child_serves_until_it_ends():
-    with started("serve") as process:
+    with started() as process:
         assert all_of(process, "one") == all_of(process, "two") == ["at", process.process.pid]
         with pytest.raises(Ended, match="^signal 6: Fatal Python error: Aborted$"):
             all_of(process, "abort")
         assert "Fatal Python error: Aborted" in process.errors()
-    with started("serve") as process:
+    with started() as process:
         all_of(process, "late")
         process.process.wait()
         with pytest.raises(Ended, match="^signal 6"):
@@ -121,29 +123,14 @@ def test_a_started_child_serves_until_it_ends():
         assert process.output() == "out\n" and process.errors() == "no\nparent\n"
 
 
-def test_a_forked_child_is_replaced():
-    """Its end is an answer, and so is that of a child that ends after its last answer."""
-    with started("serve_in_forks") as process:
-        at, first = all_of(process, "one")
-        assert at == "at" and all_of(process, "two") == ["at", first] and first != process.process.pid
-        assert all_of(process, "abort") == ["at", {"ended": "signal 6: Fatal Python error: Aborted"}]
-        at, second = all_of(process, "late")
-        assert second != first
-        while True:  # until it has ended
-            try:
-                os.kill(second, 0)
-                with open(f"/proc/{second}/stat") as stat:
-                    if stat.read().rpartition(")")[2].split()[0] == "Z":
-                        break
-                time.sleep(0.01)
-            except ProcessLookupError:
-                break
-        late, at, third = all_of(process, "one")
-        assert late == {"late": "signal 6: Fatal Python error: Aborted"} and at == "at" and third != second
-        with pytest.raises(Hung):
-            all_of(process, "hang", 0.5)
+def test_stop_ends_the_children_that_a_child_forked():
+    with started() as process:
+        process.send("fork")
+        assert process.read(60) == "at"
+        forked = process.read(60)
+        os.kill(forked, 0)
     with pytest.raises(ProcessLookupError):
-        os.kill(third, 0)
+        os.kill(forked, 0)
 
 
 def test_environment_and_directory_of_a_started_child(tmp_path):

@@ -214,7 +214,7 @@ def test_options_reach_the_case(monkeypatch):
     def check(*arguments):
         seen.update(zip(("name", "dtype", "device", "samples", "checks"), arguments, strict=False))
         arguments[-1]("forward, sample 0")
-        return outcomes.Report()
+        return outcomes.Tally()
 
     class Answers(Worker):
         def ask(self, request, steps=False):

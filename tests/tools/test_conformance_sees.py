@@ -198,7 +198,7 @@ def test_results_that_cannot_be_compared_are_counted(monkeypatch, offset, reads)
     nested = torch._nested_view_from_buffer(torch.ones(6), torch.tensor([[2], [3]]), torch.ones(2, 1).long(), offsets)
     offsets[1] = offset
     for result, compares in ((nested, reads and offset == 3), (torch.ones(3), True)):
-        report = outcomes.Report()
+        report = outcomes.Tally()
         comparison = outcomes.Comparison(report, "forward", 0, "cpu", True)
         for _ in range(3):
             comparison.tensors(result, result)
@@ -217,13 +217,13 @@ def test_results_that_cannot_be_compared_are_counted(monkeypatch, offset, reads)
     ],
 )  # fmt: skip
 def test_failures_say_what_was_expected(change, kind, says):
-    report, x = outcomes.Report(), torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (3,), check_invariants=False)
+    report, x = outcomes.Tally(), torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (3,), check_invariants=False)
     outcomes.Comparison(report, "forward", 0, "cpu", True).tensors(x, change(x))
     assert (report.failures[0].kind, report.failures[0].message) == (kind, says)
 
 
 def test_reports_add_up():
-    one, other = outcomes.Report(), outcomes.Report()
+    one, other = outcomes.Tally(), outcomes.Tally()
     for report, name in ((one, "first"), (other, "second")):
         report.failures.append(outcomes.Failure(name, "value", 0, "differs"))
         report.ran["forward"] += 2
@@ -448,7 +448,7 @@ def test_a_call_that_does_not_expect_an_argument_without_memory(reads, kind):
             raise RuntimeError("data INTERNAL ASSERT FAILED")
         return x + y  # raises what it may raise
 
-    report, places = outcomes.Report(), []
+    report, places = outcomes.Tally(), []
     freed.compare(report, 4, "sample 4", call, lambda: Move(DEVICE), places.append)
     assert asked == [(12, 12), (0, 12), (0, 12), (12, 0), (12, 0)]  # in both launch modes
     assert report.ran["freed"] == 4 and places[-1] == "freed, sample 4, tensor 1, async"
@@ -472,7 +472,7 @@ def test_a_graph_that_keeps_what_a_number_promoted(monkeypatch):
 
     op = operator(clamp, count=1)
     op.sample_inputs_func = lambda *_, **__: [SampleInput(torch.tensor([3, -7, 1]), args=(2,))]
-    report = outcomes.Report()
+    report = outcomes.Tally()
     graphs.check_numbers(op, torch.int64, DEVICE, report)
     assert [f.kind for f in report.failures] == ["value"] and report.ran["graph"] == 2
     assert report.failures[0].message.startswith("-1.5 as argument 0: replay 0 gave")
@@ -488,7 +488,7 @@ def test_a_graph_that_differs_from_eager_mode(kind):
             return refuse() if kind == "error" else x * (3 if kind else 2)
         return x * 2
 
-    report, before = outcomes.Report(), torch.accelerator.current_stream()
+    report, before = outcomes.Tally(), torch.accelerator.current_stream()
     graphs.compare(report, 7, "valid", call, ([torch.ones(3)], {}), DEVICE)
     assert [(f.check, f.kind, f.sample) for f in report.failures] == ([("graph", kind, 7)] if kind else [])
     assert report.ran["graph"] == 1 and all(f.message.startswith("valid: ") for f in report.failures)

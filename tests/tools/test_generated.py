@@ -474,7 +474,7 @@ def test_memory_beside_a_result(defined, end):
 
 
 def test_memory_that_arguments_share(defined, end):
-    """Of an author's operator, the same tensor may be read and written; other overlaps have no defined result."""
+    """An author's operator may read and write one tensor; other overlaps have no defined result."""
 
     def copies(x, y):
         return x.copy_(y.clone())

@@ -153,7 +153,7 @@ def test_write(tmp_path, capsys, passed):
     assert "--top" not in capsys.readouterr().out
     assert json.loads((tmp_path / "json").read_text()) == {"title": HOSTILE}
     assert "the summary" in (tmp_path / "html").read_text(encoding="utf-8")
-    write(Example(), argparse.Namespace(json="-"))
+    write(Example(), argparse.Namespace(json="-", html=None))
     assert json.loads(capsys.readouterr().out) == {"title": HOSTILE}
     with pytest.raises(Wrong, match="cannot be written: No such file or directory; name another file"):
         write_file(str(tmp_path / "none" / "file"), "")

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from openreg_tools.check.case import Case, Operator, Outcome, last_line, limit, refuse, skip
+from openreg_tools.check.case import Case, Operator, Verdict, limit, refuse, skip
+from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import has_numbers
 from openreg_tools.core.variations import LAYOUTS, is_small, permuted, sizes_of, slices
 
@@ -37,7 +38,7 @@ _TYPE_ACCIDENT = re.compile(
 
 
 def refused(error: BaseException) -> bool:
-    """Whether an error says that something is not supported."""
+    """Returns true if an error says that something is not supported."""
     if isinstance(error, NotImplementedError):
         return True
     accident = isinstance(error, _ACCIDENTS) or (isinstance(error, TypeError) and _TYPE_ACCIDENT.search(str(error)))
@@ -47,8 +48,8 @@ def refused(error: BaseException) -> bool:
 def refuse_or_fail(case: Case, error: BaseException, what: str, remedy: str) -> NoReturn:
     """End the check as refused if the error says so, else as failed."""
     if refused(error):
-        refuse(last_line(error))
-    case.fail(f"{what} raised {last_line(error)}", remedy)
+        refuse(all_lines(error))
+    case.fail(f"{what} raised {all_lines(error)}", remedy)
 
 
 def unless_generated(case: Case, error: BaseException) -> None:
@@ -62,11 +63,11 @@ def unless_generated(case: Case, error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def only_outcomes() -> Iterator[None]:
+def only_verdicts() -> Iterator[None]:
     """For inputs that the author did not give: not every operator supports them."""
     try:
         yield
-    except Outcome:
+    except Verdict:
         raise
     except Exception:
         pass
@@ -91,7 +92,7 @@ def needs_derivative(case: Case) -> None:
 
 
 def needs_order(case: Case) -> None:
-    """The same numbers in each call, wherever they are drawn."""
+    """Skip an operator that draws random numbers: where it draws them decides which it gets."""
     if case.seeded:
         skip("its numbers are random")
 
@@ -102,12 +103,12 @@ def needs_sizes(case: Case) -> None:
 
 
 def is_symbolic(op: Operator, name: str) -> bool:
-    """Whether an argument's type in the schema is SymInt, which its Python type does not say."""
+    """Returns true if an argument's type in the schema is SymInt, which its Python type does not say."""
     return bool(re.search(rf"\bSymInt\S* {name}\b", str(op._schema)))
 
 
 def picks(case: Case) -> bool:
-    """Whether it also returns integers, like sort: it may pick any of several equal elements."""
+    """Returns true if it also returns integers, like sort: it may pick any of several equal elements."""
     return any(not x.is_floating_point() and not x.is_complex() for x in case.expected)
 
 

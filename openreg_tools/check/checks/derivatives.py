@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from openreg_tools.check.case import Case, attached, cotangents, last_line, skip, unlike_gradients
+from openreg_tools.check.case import Case, attached, cotangents, skip, unlike_gradients
 from openreg_tools.check.checks.common import (
     LACKING,
     WARNED,
@@ -19,6 +19,7 @@ from openreg_tools.check.checks.common import (
     refused,
     unless_generated,
 )
+from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import differs, has_numbers
 
 
@@ -255,7 +256,7 @@ def gradgradcheck(case: Case) -> str | None:
             if name != case.schema.name:
                 case.warn(
                     f"its backward is not differentiable: it calls {name}, which has no derivative, so double backward ends "
-                    f"in that operator's error: {last_line(error)}",
+                    f"in that operator's error: {all_lines(error)}",
                     remedy,
                 )
             if refused(error) and "once_differentiable" not in str(error):  # torch.func never asks that node
@@ -406,7 +407,7 @@ def func_grad(case: Case) -> str | None:
         except Exception as error:
             unless_generated(case, error)
             if function is loss and refused(error):
-                case.warn(f"backward gives its gradient, but torch.func.grad raises {last_line(error)}", _FUNC)
+                case.warn(f"backward gives its gradient, but torch.func.grad raises {all_lines(error)}", _FUNC)
             refuse_or_fail(case, error, what, _FUNC)
         if wrong := unlike_gradients(case.asked, got, case.gradients):
             case.fail(f"under {what} {wrong}, which backward gives", _FUNC)

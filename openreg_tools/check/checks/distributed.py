@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.check.case import Case, Outcome, Results, attached, cotangents, last_line, limit, refuse, skip
+from openreg_tools.check.case import Case, Results, Verdict, attached, cotangents, limit, refuse, skip
 from openreg_tools.check.checks.common import needs_order
+from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import tolerance
 
 RANKS = 2
@@ -83,7 +84,7 @@ def _ways(case: Case) -> Iterator[tuple[str, list[int | None]]]:
 
 
 def _has_its_own(op: Any) -> bool:
-    """Whether a strategy, or a torch_dispatch rule for DTensor, is registered for the operator itself."""
+    """Returns true if a strategy, or a torch_dispatch rule for DTensor, is registered for the operator itself."""
     from torch._library.simple_registry import singleton
     from torch.distributed.tensor import DTensor
 
@@ -122,9 +123,9 @@ def dtensor(case: Case) -> str | None:
             by = [_placed(c, parts, None, mesh) for c, parts in given] if given and i < DIFFERENTIATED else None
             try:
                 stayed = _check_way(case, way, dims, tensors, by, own)
-            except Outcome as outcome:
+            except Verdict as verdict:
                 keywords = {argument.name for argument in case.schema.arguments if argument.kwarg_only}
-                if outcome.status == "fail" and any(name.partition("[")[0] in keywords for name in case.names):
+                if verdict.status == "fail" and any(name.partition("[")[0] in keywords for name in case.names):
                     limit("DTensor does not redistribute a tensor that is given by keyword only")
                 raise
             if stayed and any(d is not None for d in dims):
@@ -138,7 +139,7 @@ def _unless_simulated(error: BaseException) -> None:
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     if frame is not None and "_local_tensor" in frame.tb_frame.f_code.co_filename:
-        skip(f"PyTorch's simulated devices cannot run it: {last_line(error)}")
+        skip(f"PyTorch's simulated devices cannot run it: {all_lines(error)}")
 
 
 def _lacks_strategy(error: BaseException) -> bool:
@@ -153,7 +154,7 @@ def _check_way(
     def unless_fault_of_others(error: Exception, what: str) -> None:
         _unless_simulated(error)
         if not own:
-            refuse(f"DTensor runs the operators it is made of, and with {way} {what} raises {last_line(error)}")
+            refuse(f"DTensor runs the operators it is made of, and with {way} {what} raises {all_lines(error)}")
 
     if given is not None:
         tensors = case.leaf(tensors)
@@ -162,13 +163,13 @@ def _check_way(
     except Exception as error:
         if _lacks_strategy(error):
             refuse(
-                f"DTensor has no sharding strategy for it, so a call on DTensors raises {last_line(error)}; register one: "
+                f"DTensor has no sharding strategy for it, so a call on DTensors raises {all_lines(error)}; register one: "
                 "torch.distributed.tensor.experimental.register_sharding"
             )
         if case.mutable and any(d is not None for d in dims):
             return False  # DTensor cannot move arguments that are written to
         unless_fault_of_others(error, "one")
-        case.fail(f"a call on DTensors with {way} raised {last_line(error)}", _REMEDY)
+        case.fail(f"a call on DTensors with {way} raised {all_lines(error)}", _REMEDY)
     sharded = any(each.is_shard() for out in outs for each in getattr(out, "placements", ()))
     grads: Sequence[Any] = []
     if given is not None:
@@ -177,11 +178,11 @@ def _check_way(
         except Exception as error:
             if _lacks_strategy(error):
                 case.warn(
-                    f"its backward does not run on DTensors: {last_line(error)}",
+                    f"its backward does not run on DTensors: {all_lines(error)}",
                     "register a sharding strategy for the operators that the backward calls too",
                 )
             unless_fault_of_others(error, "backward")
-            case.fail(f"backward on DTensors with {way} raised {last_line(error)}", _REMEDY)
+            case.fail(f"backward on DTensors with {way} raised {all_lines(error)}", _REMEDY)
     every, of_grads = [_on_each(out) for out in outs], [_on_each(grad) for grad in grads]
     for rank in range(RANKS):
         got = Results([each[rank] for each in every], [each[rank] for each in of_grads])

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorExc
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openreg_tools.check.case import FAKE, Case, Function, Outcome, Results, last_line, skip
+from openreg_tools.check.case import FAKE, Case, Function, Results, Verdict, skip
 from openreg_tools.check.checks.common import (
     is_symbolic,
     layouts_of,
@@ -24,7 +24,9 @@ from openreg_tools.check.checks.common import (
     needs_tensors,
 )
 from openreg_tools.check.checks.values import storage_of
-from openreg_tools.core.compare import dtype_name, is_small
+from openreg_tools.core.blocks import all_lines
+from openreg_tools.core.compare import is_small
+from openreg_tools.core.samples import dtype_name
 from openreg_tools.core.variations import of_sizes
 
 # ---- calls of the fake kernel ----
@@ -77,7 +79,7 @@ def difference(real: Tensor, fake: Tensor, memory: bool = True) -> tuple[str, An
     if known != list(fake.shape):
         return "shape", list(real.shape), list(fake.shape)
     if real.dtype != fake.dtype:
-        return "dtype", dtype_name(real), dtype_name(fake)
+        return "dtype", dtype_name(real.dtype), dtype_name(fake.dtype)
     if memory:
         for what in ("device", "layout"):
             if getattr(real, what) != getattr(fake, what):
@@ -120,7 +122,7 @@ def compile(case: Case) -> str | None:  # noqa: A001 -- a check's name is its fu
             try:
                 got = compiled_results(case, function)
             except Exception as error:
-                case.fail(f"{where} raised {last_line(error)}", remedy)
+                case.fail(f"{where} raised {all_lines(error)}", remedy)
         case.expect(got, case.eager, f"under {where}", "eager gives", remedy)
         for i, (out, eager) in enumerate(zip(got.outs, case.run(*case.fresh()), strict=True)):
             if (found := difference(eager, out)) and found[0] == "strides":
@@ -185,13 +187,13 @@ def fake_layouts(case: Case) -> str | None:
         where = f"for inputs in {layout} layout ({', '.join(inputs)})"
         try:
             fakes, fake = run_fake(case, tensors)
-        except Outcome:
+        except Verdict:
             raise
         except Exception as error:
             if [x.shape for x in tensors] != [x.shape for x in case.leaves]:
                 continue  # see fake_errors
             case.fail(
-                f"{where} the fake kernel raised {last_line(error)}",
+                f"{where} the fake kernel raised {all_lines(error)}",
                 "register a fake kernel (torch.library.register_fake) that accepts what the kernel accepts",
             )
         if len(fake) != len(outs):
@@ -247,11 +249,11 @@ def fake_dtypes(case: Case) -> str | None:
         said = f"given {str(dtype).removeprefix('torch.')} {names}"
         try:
             others = {"the fake kernel says": run_fake(case, given())[1]}
-        except Outcome:
+        except Verdict:
             raise
         except Exception as error:
             case.fail(
-                f"{said} the kernel runs, but the fake kernel raised {last_line(error)}",
+                f"{said} the kernel runs, but the fake kernel raised {all_lines(error)}",
                 "reject in the fake kernel only what the kernel rejects",
             )
         with contextlib.suppress(Exception):  # the check `reference` tests whether it runs there
@@ -260,7 +262,7 @@ def fake_dtypes(case: Case) -> str | None:
             for i, (a, b) in enumerate(zip(outs, other, strict=True)):
                 if a.dtype != b.dtype:
                     case.fail(
-                        f"{said} output {i} is {dtype_name(a)}, but {who} {dtype_name(b)}",
+                        f"{said} output {i} is {dtype_name(a.dtype)}, but {who} {dtype_name(b.dtype)}",
                         "compute the dtype of an output from the dtypes of the arguments by the same rule in every kernel, real "
                         "and fake",
                     )
@@ -373,20 +375,20 @@ def fake_errors(case: Case) -> str | None:
             real = error
         try:
             run_fake(case, tensors)
-        except Outcome:
+        except Verdict:
             raise
         except Exception as error:
             fake = error
         if fake and not real:
             case.fail(
-                f"given {what} the kernel runs, but the fake kernel raised {last_line(fake)}",
+                f"given {what} the kernel runs, but the fake kernel raised {all_lines(fake)}",
                 "reject in the fake kernel what the kernel rejects, and nothing else; if the kernel cannot compute with such "
                 "inputs, check them there too",
             )
         if real and not fake:
-            notes.append(f"given {what} the kernel raised {last_line(real)}, and the fake kernel takes it")
+            notes.append(f"given {what} the kernel raised {all_lines(real)}, and the fake kernel takes it")
         elif real and fake and str(real).strip().partition("\n")[0] != str(fake).strip().partition("\n")[0]:
-            notes.append(f"given {what} the kernel says {last_line(real)!r}, and the fake kernel {last_line(fake)!r}")
+            notes.append(f"given {what} the kernel says {all_lines(real)!r}, and the fake kernel {all_lines(fake)!r}")
         else:
             agreed += real is not None
     if notes:

@@ -13,10 +13,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools.check.case import Case, cotangents, last_line, refuse, skip, unlike_gradients
+from openreg_tools.check.case import Case, cotangents, refuse, skip, unlike_gradients
 from openreg_tools.check.checks.common import needs_derivative, needs_order, refused
 from openreg_tools.check.checks.fakes import difference, faking
-from openreg_tools.core.compare import differs, dtype_name, has_numbers
+from openreg_tools.core.blocks import all_lines
+from openreg_tools.core.compare import differs, has_numbers
+from openreg_tools.core.samples import dtype_name
 from openreg_tools.core.variations import channels_last, padded, permuted, reversed_in, stepped, unaligned
 
 Given = Callable[[list[Tensor]], list[Tensor | None]]
@@ -44,7 +46,7 @@ class _FakesCompared(TorchDispatchMode):
                 said = func(*fakes[0], **fakes[1])
         except Exception as error:
             if self.raising:
-                self.wrong = f"{name} runs, but its fake kernel raised {last_line(error)} {given}"
+                self.wrong = f"{name} runs, but its fake kernel raised {all_lines(error)} {given}"
             self.raised = True
             return out
         pairs = zip(tree_leaves(out), tree_leaves(said), strict=False)
@@ -180,9 +182,9 @@ def gradient_layouts(case: Case) -> str | None:
             got = pull(k, arriving, True, fakes)
         except Exception as error:
             if refused(error) or "contiguous" in str(error) and "view size" not in str(error):
-                rejects = rejects or f"{where}: backward rejects it: {last_line(error)}"
+                rejects = rejects or f"{where}: backward rejects it: {all_lines(error)}"
                 continue
-            case.fail(f"{where}: backward raised {last_line(error)}", remedy)
+            case.fail(f"{where}: backward raised {all_lines(error)}", remedy)
         if wrong := unlike_gradients(case.asked, got, expected):
             case.fail(f"{where}: {wrong}, which a contiguous gradient of equal values gives", remedy)
         fakes.report(case, f"{where}:")
@@ -215,9 +217,9 @@ def frozen_arguments(case: Case) -> str | None:
             got = _pull(case, case.fresh(), [i in some for i in range(len(case.leaves))], fakes=fakes)
         except Exception as error:
             if refused(error):
-                refusal = refusal or f"{case.name}: {where}: {last_line(error)}"
+                refusal = refusal or f"{case.name}: {where}: {all_lines(error)}"
                 continue
-            case.fail(f"{where}, backward raised {last_line(error)}", remedy)
+            case.fail(f"{where}, backward raised {all_lines(error)}", remedy)
         if wrong := unlike_gradients(names, got, [whole[i] for i in some]):
             case.fail(f"{where}, {wrong}, which backward gives when every argument requires one", remedy)
         fakes.report(case, f"{where},")
@@ -258,7 +260,7 @@ def broadcast_gradients(case: Case) -> str | None:
             except Exception as error:
                 if refused(error):
                     continue
-                case.fail(f"{what}, and backward raised {last_line(error)}", remedy)
+                case.fail(f"{what}, and backward raised {all_lines(error)}", remedy)
             if wrong := unlike_gradients(case.asked, got, expected, coarse=0 if case.wide else 1e-3):
                 case.fail(f"{what}, and {wrong}, which the sum over the broadcast dimensions gives", remedy)
             found.append(f"{case.names[i]} {list(small)}")
@@ -281,7 +283,7 @@ class _Made(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and x.layout == torch.strided and x.numel() > 2:  # not a seed or a scale
-                self.tensors.append(_memory(x, f"a {dtype_name(x)} tensor of shape {list(x.shape)}"))
+                self.tensors.append(_memory(x, f"a {dtype_name(x.dtype)} tensor of shape {list(x.shape)}"))
         return out
 
 

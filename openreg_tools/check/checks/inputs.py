@@ -10,10 +10,11 @@ import re
 import torch
 from torch import Tensor
 
-from openreg_tools.check.case import Case, Results, last_line, refuse, skip
+from openreg_tools.check.case import Case, Results, refuse, skip
 from openreg_tools.check.checks.common import CONTIGUOUS, layouts_of, needs_sizes, picks, refused
 from openreg_tools.check.checks.fakes import run_fake, unlike_fake
 from openreg_tools.check.checks.machine import needs_written
+from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import differs, has_numbers, tolerance
 from openreg_tools.core.variations import of_sizes, sizes_of
 
@@ -22,10 +23,10 @@ def clear(case: Case, error: BaseException, inputs: str) -> str:
     """A note that the operator refuses some inputs; fails if the error is an accident in the kernel."""
     if "INTERNAL ASSERT" in str(error) or isinstance(error, (ZeroDivisionError, SystemError)):
         case.fail(
-            f"given {inputs} it ended in {last_line(error)}",
+            f"given {inputs} it ended in {all_lines(error)}",
             "accept such inputs, or reject them with a message that states the rule (TORCH_CHECK, torch._check)",
         )
-    return f"{inputs}: {last_line(error)}"
+    return f"{inputs}: {all_lines(error)}"
 
 
 # An error that states a rule. A kernel that gives up on the way says something else, such as "misaligned address".
@@ -36,7 +37,7 @@ _RULE = re.compile(
 
 
 def _by_design(error: Exception) -> bool:
-    """Whether an operator rejects what it could accept, such as memory that is not aligned, and says so."""
+    """Returns true if an operator rejects what it could accept, such as memory that is not aligned, and says so."""
     return refused(error) or isinstance(error, (RuntimeError, TypeError, ValueError)) and bool(_RULE.search(str(error)))
 
 
@@ -84,7 +85,7 @@ def _as_contiguous(case: Case, name: str, tensors: list[Tensor], straight: list[
         except Exception as error:
             if (what or name in CONTIGUOUS) and not _by_design(error):
                 case.fail(
-                    f"for {inputs} {what or 'it '}raised {last_line(error)}, which contiguous inputs do not", remedy
+                    f"for {inputs} {what or 'it '}raised {all_lines(error)}, which contiguous inputs do not", remedy
                 )
             return clear(case, error, f"{inputs}{what and ', backward of'}")
         if ties:
@@ -131,7 +132,7 @@ def against(case: Case, tensors: list[Tensor], inputs: str, terms: int = 1) -> s
         except RuntimeError as error:
             if "invalid gradient" in str(error):
                 case.fail(
-                    f"given {inputs}, its backward raised {last_line(error)}",
+                    f"given {inputs}, its backward raised {all_lines(error)}",
                     "give each gradient the shape of its input: sum it over the broadcast dimensions",
                 )
             return clear(case, error, f"{inputs}, backward of")
@@ -244,8 +245,8 @@ def _apart_and_near(case: Case, some: list[int], columns: bool) -> str:
                 wrong = case.unlike(got, expected)
         except Exception as error:
             if not (_by_design(error) or isinstance(error, MemoryError) or _MEMORY.search(str(error))):
-                case.fail(f"given {inputs}, {what} raised {last_line(error)}", remedy)
-            reason = f"{inputs}: {last_line(error)}"
+                case.fail(f"given {inputs}, {what} raised {all_lines(error)}", remedy)
+            reason = f"{inputs}: {all_lines(error)}"
             continue
         if wrong:
             case.fail(f"given {inputs}, {wrong}, which near ones give", remedy)
@@ -280,5 +281,5 @@ def _apart(x: Tensor, columns: bool, step: int) -> Tensor | None:
         finally:
             os.close(file)
     except (AttributeError, OSError, OverflowError) as error:
-        skip(f"no virtual memory of {size} bytes: {last_line(error)}")
+        skip(f"no virtual memory of {size} bytes: {all_lines(error)}")
     return torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, strides, before).copy_(x)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from openreg_tools.check.case import Case, Outcome, attached, last_line, skip
+from openreg_tools.check.case import Case, Verdict, attached, skip
 from openreg_tools.check.checks.common import is_symbolic, needs_order, scaled
 from openreg_tools.check.checks.derivatives import derivative, gradcheck
 from openreg_tools.check.checks.fakes import fake_mode, faking, run_fake, unlike_fake
+from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.samples import Sample
 from openreg_tools.core.variations import of_sizes, sizes_of
 
@@ -69,7 +70,7 @@ def fake_numbers(case: Case) -> str | None:
             with faking(mode):
                 said = _numbers(case, fakes)
         except Exception as error:
-            skip(f"the fake kernel gives no number: {last_line(error)}")
+            skip(f"the fake kernel gives no number: {all_lines(error)}")
         tried += 1
         for i, (real, fake) in enumerate(zip(numbers, said, strict=True)):
             known = not isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)) or fake.node.has_hint()
@@ -197,14 +198,14 @@ def _gradient_with(case: Case, name: str, value: float) -> None:
     other = Case(case.op, sample, case.device, differentiate=derivative)
     try:
         gradcheck(case)
-    except Outcome:
+    except Verdict:
         return
     try:
         gradcheck(other)
-    except Outcome as outcome:
-        if outcome.status == "fail":
+    except Verdict as verdict:
+        if verdict.status == "fail":
             case.fail(
-                f"with {name}={value!r}, {outcome.sentence.partition(': ')[2]}",
+                f"with {name}={value!r}, {verdict.sentence.partition(': ')[2]}",
                 f"compute the backward from every argument; setup_context gets {name} among its inputs, or among "
                 "keyword_only_inputs",
             )
@@ -256,7 +257,7 @@ def _unless_accepted(case: Case, what: str, place: str, error: Exception) -> Non
         lacks = isinstance(error, (ValueError, IndexError)) and _UNPACKED.search(str(error))
     if lacks:
         case.fail(
-            f"in a call {what}, {place} raised {last_line(error)}",
+            f"in a call {what}, {place} raised {all_lines(error)}",
             f"give {place} every argument of the schema, with the schema's default: the dispatcher passes an argument only "
             f"if it differs from its default. The schema is {case.schema}",
         )

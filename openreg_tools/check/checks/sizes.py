@@ -11,12 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from openreg_tools.check.case import Case, Outcome, attached, last_line, refuse, skip
-from openreg_tools.check.checks.common import needs_order, needs_sizes, only_outcomes
+from openreg_tools.check.case import Case, Verdict, attached, refuse, skip
+from openreg_tools.check.checks.common import needs_order, needs_sizes, only_verdicts
 from openreg_tools.check.checks.fakes import run_fake
 from openreg_tools.check.checks.inputs import against
 from openreg_tools.check.checks.machine import garbage, needs_written
+from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import differs, has_numbers
+from openreg_tools.core.samples import dtype_name
 from openreg_tools.core.variations import of_sizes, offset, sizes_of
 
 # ---- sizes that are not multiples of the width of a vector or a block ----
@@ -164,7 +166,7 @@ def _around(call: _Forward, full: int) -> str:
             if time.thread_time() - begin > _SECONDS / 10:
                 return _TOO_LONG
     except Exception as error:
-        return last_line(error)
+        return all_lines(error)
     aligned, first, longer = results
     each = range(len(aligned.shapes))
     if len(longer.shapes) != len(each) or any(len(aligned.shapes[k]) != len(longer.shapes[k]) for k in each):
@@ -219,7 +221,7 @@ def _around(call: _Forward, full: int) -> str:
     for n in (*(full + by for by in _AROUND), *(n for n in _SHORT if n >= call.size), full):
         if time.thread_time() - begin > _SECONDS:
             break
-        with only_outcomes():
+        with only_verdicts():
             odd = _Result(call, n)
             if odd.shapes != expected(n):
                 continue
@@ -289,10 +291,10 @@ def half_precision(case: Case) -> str | None:
                     try:
                         _in_half(call(case, size, 1, False), long, dtype, change)
                         tried.append(long)
-                    except Outcome:
+                    except Verdict:
                         raise
                     except Exception as error:
-                        reasons.append(last_line(error))
+                        reasons.append(all_lines(error))
     if not tried:
         refuse(reasons[0]) if reasons else skip("its inputs become too large")
     return None
@@ -325,7 +327,7 @@ def _in_half(call: _Forward, long: int, dtype: torch.dtype, change: Callable[[Te
             moved = _moved(call, wide, expected, dtype)
         if not error <= 8 * (eps * scale + moved[k][inside].nan_to_num(torch.inf).max().item()):
             inputs = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(call.names, given, strict=False))
-            kind = str(dtype).removeprefix("torch.")
+            kind = dtype_name(dtype)
             case.fail(
                 f"given {kind} {inputs}, {call.what} {k} differs from that of the same values in float32 by "
                 f"{error / scale:.0%} of its largest element",

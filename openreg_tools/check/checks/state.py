@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from openreg_tools.check.case import Case, Results, attached, cotangents, last_line, skip
+from openreg_tools.check.case import Case, Results, attached, cotangents, skip
 from openreg_tools.check.checks.common import scaled
 from openreg_tools.check.checks.machine import perturbed
 from openreg_tools.core import child
+from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import differs, has_numbers
-from openreg_tools.core.samples import Sample
+from openreg_tools.core.samples import Sample, dtype_name
 from openreg_tools.core.variations import of_sizes, sizes_of
 
 # ---- generators ----
@@ -64,7 +65,7 @@ def _generator(case: Case, name: str) -> None:
             first = _draw(case, name, source.manual_seed(7))
             break
         except _REFUSES as error:
-            refusal = refusal or f"it refuses a generator of {device}: {last_line(error)}"
+            refusal = refusal or f"it refuses a generator of {device}: {all_lines(error)}"
     else:
         skip(refusal)
 
@@ -149,7 +150,7 @@ class _Call:
                 outs = list(self.case.run(*tensors))
                 return Results(_copies(outs), _copies(self.backward(outs, tensors, factor)))
             except Exception as error:
-                raised = last_line(error)
+                raised = all_lines(error)
         return raised
 
     def backward(self, outs: list[Tensor], tensors: list[Tensor], factor: float = 1) -> list[Tensor | None]:
@@ -187,7 +188,7 @@ def _calls(case: Case) -> list[_Call]:
         calls.append(call(f"{name}={other!r} instead of {value!r}", sample, "argument"))
     if floating:
         dtype = torch.float64 if case.leaves[0].dtype != torch.float64 else torch.float32
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         calls.append(call(f"tensors of {name}", _sample(case, case.fresh(dtype=dtype, device="cpu"))))
     return calls
 
@@ -433,7 +434,7 @@ def _at_once(case: Case, calls: list[Callable[[], list[Tensor | None]]], what: s
                 if wrong := differs(call(), expected, result):
                     wrongs.append(f"on {what}, {wrong}, which one thread alone gives")
         except BaseException as error:  # a thread that raises SystemExit ends without a word
-            wrongs.append(f"on {what}, a call raised {last_line(error)}")
+            wrongs.append(f"on {what}, a call raised {all_lines(error)}")
         finally:
             sys.settrace(None)
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from openreg_tools import backends
-from openreg_tools.check.case import Case, Results, cotangents, last_line, skip
+from openreg_tools.check.case import Case, Results, cotangents, skip
 from openreg_tools.check.checks.common import refuse_or_fail
+from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import has_numbers
 from openreg_tools.core.samples import Sample
 from openreg_tools.core.variations import reversed_in
@@ -27,7 +28,7 @@ def _module(case: Case) -> Any:
     try:
         torch.Stream(device=case.device).wait_stream(torch.accelerator.current_stream(case.device))
     except (RuntimeError, AttributeError) as error:
-        skip(f"{kind} has no streams: {last_line(error)}")
+        skip(f"{kind} has no streams: {all_lines(error)}")
     return getattr(torch, kind, None)
 
 
@@ -91,7 +92,7 @@ def _late(case: Case, stream: torch.Stream) -> Results:
 
 
 def _delays(case: Case) -> bool:
-    """Whether the device can be kept busy, so that a call is made before its arguments' values arrive."""
+    """Returns true if the device can be kept busy, so that a call is made before its arguments' values arrive."""
     has_sleep = hasattr(getattr(torch, case.device.type, None), "_sleep")
     return has_sleep and all(x.layout == torch.strided for x in case.leaves)
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from openreg_tools.check.case import (
     Case,
-    Outcome,
     Results,
+    Verdict,
     attached,
     cotangents,
-    last_line,
     limit,
     name_of,
     refuse,
@@ -23,7 +22,9 @@ from openreg_tools.check.case import (
 )
 from openreg_tools.check.checks.common import needs_order, refuse_or_fail, scaled, unless_generated, zipped
 from openreg_tools.check.checks.fakes import lost
-from openreg_tools.core.compare import differs, dtype_name, has_numbers, is_small, tolerance
+from openreg_tools.core.blocks import all_lines
+from openreg_tools.core.compare import differs, has_numbers, is_small, tolerance
+from openreg_tools.core.samples import dtype_name
 from openreg_tools.core.variations import permuted, stepped
 
 # ---- out= ----
@@ -152,7 +153,7 @@ class _Batch:
         try:
             return batched(*self.stacked), True
         except Exception as error:
-            refuse(f"PyTorch's loop over slices raises {last_line(error)}")  # the kernel rejects a slice
+            refuse(f"PyTorch's loop over slices raises {all_lines(error)}")  # the kernel rejects a slice
 
 
 def _judged(wrong: str, looped: bool) -> str:
@@ -174,10 +175,10 @@ def vmap(case: Case) -> str | None:
             skip("the shapes of its outputs depend on values, and vmap returns equal ones")
         try:
             outs, looped = batch.call(case.run, _RULE)
-        except Outcome as outcome:
-            if outcome.status != "refused":
+        except Verdict as verdict:
+            if verdict.status != "refused":
                 raise
-            refusal = refusal or outcome
+            refusal = refusal or verdict
             continue
         slow = slow or looped
         if wrong := _judged(differs(outs, zipped(results), coarse=4 * tolerance(*case.leaves)), looped):
@@ -229,7 +230,7 @@ def vmap_grad(case: Case) -> str | None:
 
 
 def _takes_half(case: Case, floats: list[int]) -> bool:
-    """Whether it accepts bfloat16 for every floating-point tensor."""
+    """Returns true if it accepts bfloat16 for every floating-point tensor."""
     try:
         case.outputs([x.bfloat16() if i in floats else x for i, x in enumerate(case.fresh())])
     except Exception:
@@ -265,7 +266,7 @@ def autocast(case: Case) -> str | None:
             elsewhere = case.has_kernel("AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastPrivateUse1")
             needed = not case.mutable and not elsewhere and (case.has_derivative or _takes_half(case, floats))
             (case.fail if policy or needed else case.warn)(
-                f"under autocast, given what a linear returns ({said}), it raised {last_line(error)}; "
+                f"under autocast, given what a linear returns ({said}), it raised {all_lines(error)}; "
                 + ("its autocast kernel does not cast" if policy else f"it has no kernel at Autocast{case.key}"),
                 "register an autocast policy: torch.library.register_autocast(op, device_type, dtype), or a kernel at the "
                 "Autocast key that casts and calls the operator again",
@@ -279,7 +280,7 @@ def autocast(case: Case) -> str | None:
                 grads = list(torch.autograd.grad(results, case.of(leaves), cotangents(results), allow_unused=True))
             except Exception as error:
                 case.fail(
-                    f"the backward of a call under autocast ({said}) raised {last_line(error)}",
+                    f"the backward of a call under autocast ({said}) raised {all_lines(error)}",
                     "give the backward the dtypes that the forward computed in; an autocast kernel that casts before "
                     "autograd does so",
                 )
@@ -290,7 +291,7 @@ def autocast(case: Case) -> str | None:
             Results(got, grads), Results(expected, case.gradients), f"under autocast, given {said},", "float32 gives",
             "compute in float32 where bfloat16 is not enough, also in the backward", dtype=False, coarse=0.16, grads=2,
         )  # fmt: skip
-        dtypes.add(", ".join(dtype_name(x) for x in outs))
+        dtypes.add(", ".join(dtype_name(x.dtype) for x in outs))
     result = f"mixed inputs give {' or '.join(sorted(dtypes))}"
     if mixed and not policy and not case.composite:
         case.warn(

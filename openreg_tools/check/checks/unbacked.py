@@ -8,9 +8,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from openreg_tools.check.case import Case, last_line, skip
+from openreg_tools.check.case import Case, skip
 from openreg_tools.check.checks.common import needs_literals, needs_order, needs_tensors
 from openreg_tools.check.checks.fakes import compiled, compiled_results, fake_mode, faking, quiet, unlike_fake
+from openreg_tools.core.blocks import all_lines
 
 _REMEDY = (
     "check sizes with torch._check(size == …, lambda: …), combine conditions with | and & instead of `or` and `and`, take "
@@ -31,13 +32,13 @@ def _dims(case: Case) -> list[tuple[int, int]]:
 def _depends(case: Case, where: str, error: Exception) -> NoReturn:
     """End the check for an error in a program with such sizes."""
     if any(text in f"{error!r} {error}" for text in ("data-dependent", "DataDependent", "unbacked")):
-        said = next((line for line in str(error).splitlines() if "guard on" in line), last_line(error))
+        said = next((line for line in str(error).splitlines() if "guard on" in line), all_lines(error))
         case.warn(
             f"{where} it asks for a size that is not known before the program runs ({said.strip()[:160]}); a program with "
             "such sizes (nonzero, item, masks) does not compile",
             _REMEDY,
         )
-    case.fail(f"{where} it raised {last_line(error)}", _REMEDY)
+    case.fail(f"{where} it raised {all_lines(error)}", _REMEDY)
 
 
 def _variants(case: Case) -> Iterator[tuple[str, dict[tuple[int, int], int]]]:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.check.case import Case, Results, attached, cotangents, last_line, skip
-from openreg_tools.check.checks.common import only_outcomes, refused, scaled
+from openreg_tools.check.case import Case, Results, attached, cotangents, skip
+from openreg_tools.check.checks.common import only_verdicts, refused, scaled
+from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import has_numbers, tolerance
 from openreg_tools.core.move import bytes_of as view_of_bytes
 from openreg_tools.core.move import is_plain
@@ -23,7 +24,7 @@ def runs(case: Case) -> str | None:
     try:
         case.expected  # noqa: B018 -- it runs the operator
     except Exception as error:
-        case.fail(f"the sample was refused: {last_line(error)}", "give samples that the operator accepts")
+        case.fail(f"the sample was refused: {all_lines(error)}", "give samples that the operator accepts")
 
 
 # ---- schema ----
@@ -38,12 +39,12 @@ def schema(case: Case) -> str | None:
         _backward_writes(case, case.fresh(grad=True), 1)
     for which, tensors in _variants(case):
         case.trying(f"inputs ({which.rstrip(',')})")
-        with only_outcomes():
+        with only_verdicts():
             _forward_writes(case, tensors, which)
     for scale in (3e4, -3e4, 1e-6, torch.nan) if case.has_derivative else ():
-        with only_outcomes():
+        with only_verdicts():
             _backward_writes(case, case.fresh(grad=True), scale)
-        with only_outcomes():
+        with only_verdicts():
             _backward_writes(case, case.leaf(_scaled(case.fresh(), scale)), 1)
 
 

@@ -95,7 +95,7 @@ def keeps_nothing(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def without_gradient(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], **more: Any) -> Any:
-    """The same, for an operator that has no derivative, and says so."""
+    """Defines an operator that has no derivative, and says so."""
 
     return define(
         schema, kernel, fake, no_derivative, lambda ctx, inputs, output, keyword_only_inputs=None: None, **more

@@ -20,7 +20,7 @@ from openreg_tools.core.samples import sample_of
 
 
 def has_gradient(op: object, args: tuple, kwargs: dict) -> bool:
-    """Whether a backward through the call works; opcheck then gets tensors that require a gradient."""
+    """Returns true if a backward through the call works; opcheck then gets tensors that require a gradient."""
     try:
         outs = [x for x in tree_leaves(op(*args, **kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
         torch.autograd.backward(outs, [torch.ones_like(x) for x in outs])
@@ -30,7 +30,7 @@ def has_gradient(op: object, args: tuple, kwargs: dict) -> bool:
 
 
 def passes_opcheck(example: mistakes.Example) -> bool:
-    """Whether opcheck finds nothing in any sample."""
+    """Returns true if opcheck finds nothing in any sample."""
 
     def given(value: object, grad: bool) -> object:
         if not isinstance(value, torch.Tensor):

@@ -83,7 +83,7 @@ def sign_with_a_clipped_gradient():
 
 @right()
 def quantizes_with_a_learned_scale():
-    """Of two outputs, of which the integers have no gradient."""
+    """It has two outputs, of which the integers have no gradient."""
 
     def setup(ctx, inputs, output):
         ctx.mark_non_differentiable(output[1])
