@@ -41,7 +41,7 @@ def _refuse(error: Exception) -> None:
 
     def show(kind: type[BaseException], shown: BaseException, trace: Any) -> None:
         if error in (shown, shown.__cause__):
-            print(f"openreg_ops: {error}", file=sys.stderr)
+            print("" if str(error).startswith("openreg_ops") else "openreg_ops: ", error, sep="", file=sys.stderr)
         else:
             before(kind, shown, trace)
 

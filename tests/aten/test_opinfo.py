@@ -1,4 +1,4 @@
-"""A sample of `make conformance`: every operator with one sample, in float32 or, every third one, in another dtype."""
+"""A part of `make conformance`: every second operator with one sample, in float32 or in another dtype by turns."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def cases() -> list:
     for i, (name, op) in enumerate(opinfo.database().items()):
         dtypes = opinfo.dtypes_of(op)
         others = [dtype for dtype in dtypes if dtype != "float32"]
-        other = others[i % len(others)] if others else "float32"
-        dtype = "float32" if "float32" in dtypes and i % 3 else other
+        if i % 2 or not dtypes:  # the CPU lacks operators without dtypes
+            continue
+        dtype = others[i % len(others)] if others and not ("float32" in dtypes and i % 3) else "float32"
         chosen.append(pytest.param(name, dtype, id=f"{name}-{dtype}"))
     return chosen
 

@@ -168,19 +168,16 @@ def built_for_another_torch(tmp_path):
 
 
 SENTENCE = (
-    f"ImportError: openreg_ops was built for torch 2.0.0+cpu but torch {torch.__version__} is installed; "
+    f"openreg_ops was built for torch 2.0.0+cpu but torch {torch.__version__} is installed; "
     "rebuild it with `pip install --force-reinstall --no-deps --no-build-isolation .` in its source, "
     f"or install the wheel for that torch, openreg_ops==9.9+torch{torch.__version__.partition('+')[0]}, or torch==2.0.0"
 )
 
 
-NOTE = "`python -m openreg_tools info` says more about this installation."
-
-
 def test_another_torch_is_named_with_the_remedy(built_for_another_torch):
     result = python("import openreg_ops", PYTHONPATH=built_for_another_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-2:] == [SENTENCE, NOTE]
+    assert result.stderr.splitlines() == [SENTENCE]
     assert "undefined symbol" not in result.stderr
 
 
@@ -195,8 +192,7 @@ def test_not_built_says_what_to_do(built_for_another_torch):
     (Path(built_for_another_torch) / "openreg_ops" / "_build.py").write_text("raise ModuleNotFoundError('_build')\n")
     result = python("import openreg_ops", PYTHONPATH=built_for_another_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     remedy = "run `pip install --no-build-isolation -e .` in its source"
-    assert result.stderr.splitlines()[-2:] == [f"ImportError: openreg_ops is not built here: {remedy}", NOTE]
-    assert "_build'" not in result.stderr and result.stderr.count("Traceback") == 1
+    assert result.stderr.splitlines() == [f"openreg_ops is not built here: {remedy}"]
 
 
 # ---- environment variables ----
