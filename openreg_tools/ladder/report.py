@@ -1,0 +1,148 @@
+"""The report of a ladder: the rungs reached, the first check that fails, and what to write next."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from openreg_tools.core.blocks import Block, Box, Cell, PageOnly, Section, Table, Text, seconds
+from openreg_tools.core.report import Report
+from openreg_tools.ladder.rung import RUNGS, Check, address
+from openreg_tools.operators import operators
+
+MARKS = {"pass": "reached", "fail": "not reached"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a check ended: "pass", "fail" or "skip", with what it said."""
+
+    check: Check
+    verdict: str
+    said: str
+    seconds: float
+
+
+@dataclasses.dataclass
+class Ladder(Report):
+    """The outcomes of every rung's checks."""
+
+    device: str
+    outcomes: dict[int, list[Outcome]]
+    require: int = len(RUNGS)
+
+    def __post_init__(self) -> None:
+        self.title = f"ladder of {self.device}"
+
+    def is_reached(self, number: int) -> bool:
+        """True if no check of this rung fails."""
+        return all(outcome.verdict != "fail" for outcome in self.outcomes[number])
+
+    @property
+    def reached(self) -> int:
+        """The last rung of the unbroken row of rungs that are reached."""
+        return next((rung.number - 1 for rung in RUNGS if not self.is_reached(rung.number)), len(RUNGS))
+
+    @property
+    def first(self) -> Outcome | None:
+        """The first check that fails."""
+        return next((o for outcomes in self.outcomes.values() for o in outcomes if o.verdict == "fail"), None)
+
+    @property
+    def passed(self) -> bool:
+        return self.reached >= self.require
+
+    def summary(self) -> str:
+        more = f"; {self.require} required" if not self.passed else ""
+        return f"{self.device} reaches rung {self.reached} of {len(RUNGS)}{more}"
+
+    def blocks(self, page: bool = False) -> Iterator[Block]:
+        if page:
+            yield PageOnly(self._drawing())
+        rows: list[list[Any]] = [["", "rung", "checks", "time", ""]]
+        for rung in RUNGS:
+            found, is_reached = self.outcomes[rung.number], self.is_reached(rung.number)
+            good = sum(outcome.verdict != "fail" for outcome in found)
+            mark = Cell(MARKS["pass" if is_reached else "fail"], "pass" if is_reached else "fail")
+            time = seconds(sum(outcome.seconds for outcome in found))
+            rows.append([rung.number, rung.title, f"{good} of {len(found)}", time, mark])
+        yield Table(rows, left=2)
+        if self.first:
+            yield Section("The first check that fails", list(self._failure(self.first)))
+        yield Section(f"Operators of torch {torch.__version__}", [Table(self._shares(), left=1)])
+        if page:
+            for rung in RUNGS:
+                failed = not self.is_reached(rung.number)
+                blocks = [Table([["check", "", "says", "file"], *(
+                    [o.check.name, Cell(o.verdict, o.verdict), o.said, o.check.file] for o in self.outcomes[rung.number]
+                )], left=1), PageOnly(_links(rung.sections))]  # fmt: skip
+                yield Box(f"{rung.number} {rung.title}", blocks, "fail" if failed else "pass", failed)
+
+    def _failure(self, outcome: Outcome) -> Iterator[Block]:
+        check = outcome.check
+        number = next(number for number, found in self.outcomes.items() if outcome in found)
+        yield Text(f"rung {number}: {check.name}", 2)
+        yield Text(outcome.said, 4)
+        facts = {"dispatch key": check.key or "none: Python or the device guard", "file": check.file,
+                 "document": f"{check.section}, {address(check.section)}", "next": check.todo}  # fmt: skip
+        for name, value in facts.items():
+            yield Text(f"{name}: {value}", 2)
+
+    def _shares(self) -> list[list[Any]]:
+        """How many operators have a kernel, by class."""
+        totals = operators(self.device).totals()
+        rows = [["class", "kernel", "composite", "fallback", "refused"]]
+        for kind in ("required", "structured", "explicit", "implicit"):
+            has, count = totals[kind], totals[kind].total()
+            shares = [has["own"] + has["shared"], has["composite"], has["fallback"], has["refused"]]
+            rows.append([kind, *(f"{number} ({number / count:.0%})" for number in shares)])
+        return rows
+
+    def dict(self) -> dict[str, Any]:
+        first = self.first
+        return {
+            "device": self.device, "torch": torch.__version__, "reached": self.reached,
+            "rungs": [
+                {"number": rung.number, "title": rung.title, "reached": self.is_reached(rung.number),
+                 "checks": [
+                    {"name": o.check.name, "verdict": o.verdict, "said": o.said, "key": o.check.key,
+                     "file": o.check.file, "section": o.check.section, "url": address(o.check.section),
+                     "next": o.check.todo, "seconds": round(o.seconds, 3)}
+                    for o in self.outcomes[rung.number]
+                 ]}
+                for rung in RUNGS
+            ],
+            "first": first and {"name": first.check.name, "file": first.check.file, "key": first.check.key,
+                                "said": first.said, "next": first.check.todo},
+            "operators": {row[0]: dict(zip(self._shares()[0][1:], row[1:], strict=True)) for row in self._shares()[1:]},
+        }  # fmt: skip
+
+    def _drawing(self) -> str:
+        """The ladder, the first rung at the bottom."""
+        height, lines = 26, []
+        for rung in reversed(RUNGS):
+            y = (len(RUNGS) - rung.number) * height + 8
+            style = "pass" if self.is_reached(rung.number) else "fail"
+            lines.append(
+                f'<g class="{style}"><line x1="14" y1="{y + 8}" x2="86" y2="{y + 8}" stroke="currentColor" stroke-width="5"/>'
+                f'<text x="104" y="{y + 13}" fill="currentColor">{rung.number} {html.escape(rung.title)}</text></g>'
+            )
+        end = len(RUNGS) * height + 8
+        sides = "".join(
+            f'<line x1="{x}" y1="0" x2="{x}" y2="{end}" stroke="currentColor" stroke-width="4" opacity=".45"/>'
+            for x in (14, 86)
+        )
+        words = html.escape(self.summary())
+        return (
+            f'<svg viewBox="0 0 420 {end}" width="420" role="img" aria-label="{words}" font-size="14">'
+            f"{sides}{''.join(lines)}</svg>"
+        )
+
+
+def _links(sections: tuple[str, ...]) -> str:
+    links = (f'<a href="{html.escape(address(section))}">{html.escape(section)}</a>' for section in sections)
+    return f"<p>Documents: {', '.join(links)}</p>"
