@@ -11,7 +11,7 @@ import torch
 
 from openreg_tools.core.blocks import Block, Box, Cell, PageOnly, Section, Table, Text, seconds
 from openreg_tools.core.report import Report
-from openreg_tools.ladder.rung import RUNGS, Check, address
+from openreg_tools.ladder.rung import RUNGS, TRANSLATION, Check, address
 from openreg_tools.operators import operators
 
 MARKS = {"pass": "reached", "fail": "not reached"}
@@ -145,4 +145,6 @@ class Ladder(Report):
 
 def _links(sections: tuple[str, ...]) -> str:
     links = (f'<a href="{html.escape(address(section))}">{html.escape(section)}</a>' for section in sections)
+    if any(section.startswith("Extending dispatcher") for section in sections):
+        links = (*links, f'<a href="{TRANSLATION}">中文</a>')
     return f"<p>Documents: {', '.join(links)}</p>"

@@ -12,13 +12,14 @@ import torch
 __all__ = ["RUNGS", "Check", "Rung", "Skip", "address", "check", "equal", "raises"]
 
 TUTORIALS = "https://docs.pytorch.org/tutorials/advanced"
-# The documents for people who write a backend, by the name that a section of theirs begins with.
+# PyTorch's documents for people who write a backend, by the name that their sections begin with here.
 DOCUMENTS = {
     "Extending dispatcher": f"{TUTORIALS}/extend_dispatcher.html",
     "PrivateUse1": f"{TUTORIALS}/privateuseone.html",
     "Accelerator": "https://docs.pytorch.org/docs/main/accelerator/operators.html",
-    "扩展调度器": "https://docs.pytorch.ac.cn/tutorials/advanced/extend_dispatcher.html",
 }
+
+TRANSLATION = "https://docs.pytorch.ac.cn/tutorials/advanced/extend_dispatcher.html"  # of "Extending dispatcher"
 
 
 def address(section: str) -> str:
@@ -121,7 +122,7 @@ RUNGS = (
         "PrivateUse1: Register serialization/deserialization functions for new backend metadata",
         "Extending dispatcher: Known issues & additional notes",
     )),
-    Rung(9, "profiler, memory history", "profiler", ("Accelerator: Tools", "Accelerator: Environment Variables")),
+    Rung(9, "profiler, memory history", "profiler", ("Accelerator: Environment Variables",)),
     Rung(10, "compile", "compiled", (
         "Extending dispatcher: JIT support",
         "Accelerator: Forward Only",

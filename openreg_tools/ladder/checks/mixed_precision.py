@@ -12,7 +12,7 @@ _KERNELS = "Extending dispatcher: Register kernels for the new backend"
 _KEY = "AutocastPrivateUse1"
 
 
-@check("torch_acme/acme.py", _METHODS, "add get_amp_supported_dtype to the device module")
+@check("torch_acme/device.py", _METHODS, "add get_amp_supported_dtype to the device module")
 def supported(device: str) -> None:
     """torch.autocast accepts the device and its dtypes."""
     kind = torch.device(device).type

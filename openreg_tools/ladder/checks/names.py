@@ -24,7 +24,7 @@ def name(device: str) -> None:
     assert torch.device(f"{kind}:1").index == 1
 
 
-@check("torch_acme/acme.py", "PrivateUse1: Rename privateuse1 to a custom name for the new backend",
+@check("torch_acme/device.py", "PrivateUse1: Rename privateuse1 to a custom name for the new backend",
        "call torch._register_device_module(name, module) with is_available, device_count, current_device, set_device, "
        "synchronize and the others of the example in this file")  # fmt: skip
 def module(device: str) -> None:

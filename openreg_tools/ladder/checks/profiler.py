@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from openreg_tools.ladder.rung import check
 
-_TOOLS = "Accelerator: Tools"
+_TOOLS = "Accelerator: Environment Variables"
 
 
 def _step(device: str) -> None:

@@ -59,7 +59,7 @@ def generators(device: str) -> None:
     assert torch.equal(torch.rand(10, device=device).cpu(), expected.cpu()), "drawing from it changes the default one"
 
 
-@check("torch_acme/random.py", _SECTION, "add get_rng_state and set_rng_state to the device module")
+@check("torch_acme/device.py", _SECTION, "add get_rng_state and set_rng_state to the device module")
 def states(device: str) -> None:
     """fork_rng restores the device's state."""
     module = torch.get_device_module(device)
@@ -69,7 +69,7 @@ def states(device: str) -> None:
     module.set_rng_state(state)
     assert torch.equal(torch.rand(10, device=device).cpu(), first.cpu()), "set_rng_state does not restore the numbers"
     torch.manual_seed(0)
-    with torch.random.fork_rng(device_type=torch.device(device).type):
+    with torch.random.fork_rng(range(module.device_count()), device_type=torch.device(device).type):
         torch.manual_seed(99)
         torch.rand(10, device=device)
     assert torch.equal(torch.rand(10, device=device).cpu(), first.cpu()), "fork_rng does not restore the numbers"
