@@ -78,16 +78,15 @@ class Ladder(Report):
             for rung in RUNGS:
                 failed = not self.is_reached(rung.number)
                 blocks = [Table([["check", "", "says", "file"], *(
-                    [o.check.name, Cell(o.verdict, o.verdict), o.said, o.check.file] for o in self.outcomes[rung.number]
+                    [o.check.name, Cell(o.verdict, o.verdict), o.said, self._file(o.check)] for o in self.outcomes[rung.number]
                 )], left=1), PageOnly(_links(rung.sections))]  # fmt: skip
                 yield Box(f"{rung.number} {rung.title}", blocks, "fail" if failed else "pass", failed)
 
     def _failure(self, outcome: Outcome) -> Iterator[Block]:
         check = outcome.check
-        number = next(number for number, found in self.outcomes.items() if outcome in found)
-        yield Text(f"rung {number}: {check.name}", 2)
+        yield Text(f"rung {self._rung(outcome)}: {check.name}", 2)
         yield Text(outcome.said, 4)
-        facts = {"dispatch key": check.key or "none: Python or the device guard", "file": check.file,
+        facts = {"dispatch key": check.key or "none: Python or the device guard", "file": f"{self._file(check)}, of those that `openreg-tools new-backend` writes",
                  "document": f"{check.section}, {address(check.section)}", "next": check.todo}  # fmt: skip
         for name, value in facts.items():
             yield Text(f"{name}: {value}", 2)
@@ -103,23 +102,38 @@ class Ladder(Report):
         return rows
 
     def dict(self) -> dict[str, Any]:
-        first = self.first
+        head, *rows = self._shares()
         return {
-            "device": self.device, "torch": torch.__version__, "reached": self.reached,
+            "device": self.device,
+            "torch": torch.__version__,
+            "reached": self.reached,
+            "first": self.first and self._fields(self.first),
             "rungs": [
-                {"number": rung.number, "title": rung.title, "reached": self.is_reached(rung.number),
-                 "checks": [
-                    {"name": o.check.name, "verdict": o.verdict, "said": o.said, "key": o.check.key,
-                     "file": o.check.file, "section": o.check.section, "url": address(o.check.section),
-                     "next": o.check.todo, "seconds": round(o.seconds, 3)}
-                    for o in self.outcomes[rung.number]
-                 ]}
+                {
+                    "number": rung.number,
+                    "title": rung.title,
+                    "reached": self.is_reached(rung.number),
+                    "checks": [self._fields(outcome) for outcome in self.outcomes[rung.number]],
+                }
                 for rung in RUNGS
             ],
-            "first": first and {"name": first.check.name, "file": first.check.file, "key": first.check.key,
-                                "said": first.said, "next": first.check.todo},
-            "operators": {row[0]: dict(zip(self._shares()[0][1:], row[1:], strict=True)) for row in self._shares()[1:]},
+            "operators": {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows},
+        }
+
+    def _fields(self, outcome: Outcome) -> dict[str, Any]:
+        check = outcome.check
+        return {
+            "rung": self._rung(outcome), "name": check.name, "verdict": outcome.verdict, "said": outcome.said,
+            "key": check.key, "file": self._file(check), "section": check.section, "url": address(check.section),
+            "next": check.todo, "seconds": round(outcome.seconds, 3),
         }  # fmt: skip
+
+    def _rung(self, outcome: Outcome) -> int:
+        return next(number for number, found in self.outcomes.items() if outcome in found)
+
+    def _file(self, check: Check) -> str:
+        """The file of a check, in a package that `new-backend` has written for the device."""
+        return check.file.replace("acme", torch.device(self.device).type)
 
     def _drawing(self) -> str:
         """The ladder, the first rung at the bottom."""

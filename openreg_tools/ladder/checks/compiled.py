@@ -16,7 +16,7 @@ _JIT = "Extending dispatcher: JIT support"
 
 
 @check(
-    "csrc/hooks.cpp",
+    "csrc/device.cpp",
     "Accelerator: Forward Only",
     "fake tensors need isAvailable and getCurrentDevice of the hooks",
     "Meta",

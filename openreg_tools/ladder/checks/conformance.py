@@ -54,7 +54,7 @@ def forward(device: str) -> None:
     _share(device, "--checks", "forward", "layouts")
 
 
-@check("csrc/operators.cpp", _SECTION, "run `openreg-tools conformance --checks backward`", "AutogradPrivateUse1")
+@check("csrc/fallback.cpp", _SECTION, "run `openreg-tools conformance --checks backward`", "AutogradPrivateUse1")
 def backward(device: str) -> None:
     """Nine of ten gradients agree with the CPU."""
     _share(device, "--checks", "backward")

@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 
 
-@check("csrc/copy.cpp", _SECTION, "register aten::_copy_from: it copies any layout and converts dtypes", _KEY)
+@check("csrc/operators.cpp", _SECTION, "register aten::_copy_from: it copies any layout and converts dtypes", _KEY)
 def round_trip(device: str) -> None:
     """Every dtype and layout survives the way to the device and back."""
     for dtype in DTYPES:
@@ -40,7 +40,7 @@ def round_trip(device: str) -> None:
     equal(x.to(device).conj().imag.neg(), x.conj().imag.neg(), "a negative view")
 
 
-@check("csrc/copy.cpp", _SECTION, "let _copy_from write through the strides of its destination", _KEY)
+@check("csrc/operators.cpp", _SECTION, "let _copy_from write through the strides of its destination", _KEY)
 def into(device: str) -> None:
     """copy_ writes through strides, and broadcasts."""
     for layout, change in LAYOUTS.items():
@@ -63,7 +63,9 @@ def into(device: str) -> None:
     )
 
 
-@check("csrc/copy.cpp", _SECTION, "convert the dtype in _copy_from, for example on the host side of the copy", _KEY)
+@check(
+    "csrc/operators.cpp", _SECTION, "convert the dtype in _copy_from, for example on the host side of the copy", _KEY
+)
 def converts(device: str) -> None:
     """A copy converts dtypes like the CPU."""
     values = torch.tensor([0.0, 1.0, 1.75, 100.0])
@@ -81,7 +83,10 @@ def converts(device: str) -> None:
 
 
 @check(
-    "csrc/copy.cpp", _SECTION, "copy between devices with the driver's peer copy, after the work of both streams", _KEY
+    "csrc/operators.cpp",
+    _SECTION,
+    "copy between devices with the driver's peer copy, after the work of both streams",
+    _KEY,
 )
 def peers(device: str) -> None:
     """Tensors move between devices."""
@@ -98,7 +103,7 @@ def peers(device: str) -> None:
     equal(y.to(f"{kind}:1") + 1, torch.full((1000,), 4.0), "a tensor that moved while its device computed")
 
 
-@check("csrc/pinned.cpp", _SECTION,
+@check("csrc/memory.cpp", _SECTION,
        "register at::HostAllocator for PrivateUse1, and isPinnedPtr and getPinnedMemoryAllocator of the hooks")  # fmt: skip
 def pinned(device: str) -> None:
     """Host memory is pinned, and knows it."""
@@ -112,7 +117,7 @@ def pinned(device: str) -> None:
     equal(x.to(device), torch.arange(1000.0), "a copy from pinned memory")
 
 
-@check("csrc/copy.cpp", _SECTION, "keep non_blocking copies in the order of the current stream", _KEY)
+@check("csrc/operators.cpp", _SECTION, "keep non_blocking copies in the order of the current stream", _KEY)
 def non_blocking(device: str) -> None:
     """non_blocking copies keep the order of the stream."""
     source = torch.arange(1 << 16, dtype=torch.float32).pin_memory()

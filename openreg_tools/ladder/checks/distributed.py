@@ -12,7 +12,7 @@ from openreg_tools.core.child import Child, Ended
 from openreg_tools.ladder.rung import check
 
 _SECTION = "Extending dispatcher: Future Work"
-_FILE = "csrc/process_group.cpp"
+_FILE = "csrc/distributed.cpp"
 _BEGIN = """
 import datetime, sys, torch
 import torch.distributed as dist
@@ -67,9 +67,7 @@ def _end(rank: Child) -> str:
     return ""
 
 
-@check(
-    "torch_acme/distributed.py", _SECTION, "call torch.distributed.Backend.register_backend(name, …, devices=[name])"
-)
+@check("torch_acme/__init__.py", _SECTION, "call torch.distributed.Backend.register_backend(name, …, devices=[name])")
 def registered(device: str) -> None:
     """The device has a default backend, and it is initialized."""
     if not torch.distributed.is_available():

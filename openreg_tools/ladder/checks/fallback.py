@@ -104,7 +104,7 @@ def mixed(device: str) -> None:
     equal(x * torch.tensor(3.0), torch.full((3,), 3.0), "a device tensor times a scalar tensor of the host")
 
 
-@check("csrc/operators.cpp", "Extending dispatcher: Autograd support for the new backend",
+@check("csrc/kernels.cpp", "Extending dispatcher: Autograd support for the new backend",
        "register the operator that the derivative calls (…_backward) at PrivateUse1", "AutogradPrivateUse1")  # fmt: skip
 def gradients(device: str) -> None:
     """Gradients equal the CPU's."""
@@ -128,7 +128,7 @@ def gradients(device: str) -> None:
             equal(found, expected, f"the gradient of {name}'s {leaf} argument")
 
 
-@check("csrc/operators.cpp", "Extending dispatcher: Autograd support for the new backend",
+@check("csrc/kernels.cpp", "Extending dispatcher: Autograd support for the new backend",
        "compare a step on the device with one on the CPU, operator by operator, with `openreg-tools compare`",
        "AutogradPrivateUse1")  # fmt: skip
 def trains(device: str) -> None:

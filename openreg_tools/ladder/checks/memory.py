@@ -14,7 +14,7 @@ _MINIMAL = "Accelerator: Step 1"
 _KEY = "PrivateUse1"
 
 
-@check("csrc/minimal.cpp", _MINIMAL, "register aten::empty.memory_format and aten::empty_strided", _KEY)
+@check("csrc/operators.cpp", _MINIMAL, "register aten::empty.memory_format and aten::empty_strided", _KEY)
 def empty(device: str) -> None:
     """Empty tensors have their sizes, strides, dtype and device."""
     for dtype in DTYPES:
@@ -30,7 +30,7 @@ def empty(device: str) -> None:
     assert x.is_contiguous(memory_format=torch.channels_last), "empty ignores memory_format"
 
 
-@check("csrc/allocator.cpp", "PrivateUse1: Register kernels for the new backend",
+@check("csrc/memory.cpp", "PrivateUse1: Register kernels for the new backend",
        "give every block an address of its own, with the index of its device")  # fmt: skip
 def blocks(device: str) -> None:
     """Live tensors do not share memory."""
@@ -44,7 +44,7 @@ def blocks(device: str) -> None:
     del more
 
 
-@check("csrc/minimal.cpp", _MINIMAL, "register aten::fill_.Scalar, or leave it to the fallback", _KEY)
+@check("csrc/operators.cpp", _MINIMAL, "register aten::fill_.Scalar, or leave it to the fallback", _KEY)
 def filled(device: str) -> None:
     """zeros, ones, full and arange have their values."""
     for dtype in DTYPES:
@@ -55,7 +55,7 @@ def filled(device: str) -> None:
 
 
 @check(
-    "csrc/minimal.cpp", _MINIMAL, "register aten::as_strided, aten::view, aten::_reshape_alias and aten::unfold", _KEY
+    "csrc/operators.cpp", _MINIMAL, "register aten::as_strided, aten::view, aten::_reshape_alias and aten::unfold", _KEY
 )
 def views(device: str) -> None:
     """Views share their storage."""
@@ -77,7 +77,7 @@ def views(device: str) -> None:
     equal(base, expected, "a tensor that was written through a view")
 
 
-@check("csrc/minimal.cpp", _MINIMAL, "register aten::_local_scalar_dense", _KEY)
+@check("csrc/operators.cpp", _MINIMAL, "register aten::_local_scalar_dense", _KEY)
 def items(device: str) -> None:
     """item() and printing read values."""
     for dtype in DTYPES:
@@ -91,7 +91,7 @@ def items(device: str) -> None:
 
 
 @check(
-    "csrc/minimal.cpp",
+    "csrc/operators.cpp",
     _MINIMAL,
     "register aten::resize_, aten::set_.source_Storage_storage_offset and aten::set_",
     _KEY,
@@ -111,7 +111,7 @@ def resized(device: str) -> None:
     assert source.tolist() == [0, 1, 102, 103, 104, 5, 106, 107, 108, 9], "set_ copies instead of sharing"
 
 
-@check("csrc/allocator.cpp", "PrivateUse1: Register kernels for the new backend",
+@check("csrc/memory.cpp", "PrivateUse1: Register kernels for the new backend",
        "derive the allocator from c10::DeviceAllocator, and count in getDeviceStats")  # fmt: skip
 def statistics(device: str) -> None:
     """torch.accelerator counts memory."""
@@ -134,7 +134,7 @@ def statistics(device: str) -> None:
     torch.accelerator.empty_cache()
 
 
-@check("csrc/allocator.cpp", "PrivateUse1: Register kernels for the new backend",
+@check("csrc/memory.cpp", "PrivateUse1: Register kernels for the new backend",
        "throw c10::OutOfMemoryError (TORCH_CHECK_WITH(OutOfMemoryError, …)) when the driver has no memory left")  # fmt: skip
 def out_of_memory(device: str) -> None:
     """Too much memory is an error that can be caught."""

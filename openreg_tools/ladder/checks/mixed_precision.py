@@ -82,7 +82,7 @@ def trains(device: str) -> None:
     torch.testing.assert_close(*gradients, rtol=0.05, atol=0.02)
 
 
-@check("csrc/operators.cpp", _KERNELS,
+@check("csrc/fallback.cpp", _KERNELS,
        "register aten::_amp_foreach_non_finite_check_and_unscale_ and aten::_amp_update_scale_, or let them fall back",
        "PrivateUse1")  # fmt: skip
 def scaler(device: str) -> None:

@@ -39,7 +39,7 @@ def module(device: str) -> None:
     assert 0 <= found.current_device() < found.device_count()
 
 
-@check("csrc/hooks.cpp", "PrivateUse1: Register device guard for the new backend",
+@check("csrc/device.cpp", "PrivateUse1: Register device guard for the new backend",
        "register PrivateUse1HooksInterface with isAvailable, deviceCount, getCurrentDevice and setCurrentDevice")  # fmt: skip
 def accelerator(device: str) -> None:
     """torch.accelerator finds the device."""
@@ -51,7 +51,7 @@ def accelerator(device: str) -> None:
     assert torch.accelerator.current_device_index() == torch.get_device_module(kind).current_device()
 
 
-@check("csrc/guard.cpp", "PrivateUse1: Register device guard for the new backend",
+@check("csrc/device.cpp", "PrivateUse1: Register device guard for the new backend",
        "implement getDevice, setDevice and exchangeDevice of the guard; setDevice checks the index")  # fmt: skip
 def selects(device: str) -> None:
     """A device is selected, and restored."""

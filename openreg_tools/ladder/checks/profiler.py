@@ -59,7 +59,7 @@ def traces(device: str) -> None:
     assert kinds & {"kernel", "privateuse1_runtime", "gpu_memcpy", "privateuse1_driver"}, f"the trace has only {kinds}"
 
 
-@check("csrc/allocator.cpp", _TOOLS, "call c10::reportMemoryUsageToProfiler in the allocator")
+@check("csrc/memory.cpp", _TOOLS, "call c10::reportMemoryUsageToProfiler in the allocator")
 def memory(device: str) -> None:
     """profile_memory shows the device's memory."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

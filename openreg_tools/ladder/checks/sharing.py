@@ -55,7 +55,7 @@ def mapped(device: str) -> None:
 
 
 @check(
-    "csrc/minimal.cpp",
+    "csrc/operators.cpp",
     _SECTION,
     "register aten::set_.source_Storage_storage_offset, which pickling uses",
     "PrivateUse1",
@@ -72,7 +72,7 @@ def copied(device: str) -> None:
     assert model.weight.cpu().abs().sum() > 0, "a deep copy of a model shares its weights"
 
 
-@check("csrc/minimal.cpp", "Accelerator: Operator Set", "DLPack needs the device's stream and its type kDLExtDev")
+@check("csrc/operators.cpp", "Accelerator: Operator Set", "DLPack needs the device's stream and its type kDLExtDev")
 def dlpack(device: str) -> None:
     """DLPack exchanges tensors without copies; NumPy is refused."""
     x = torch.arange(6.0, device=device).view(2, 3)

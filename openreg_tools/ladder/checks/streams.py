@@ -9,7 +9,7 @@ from openreg_tools.ladder.rung import check, equal
 _SECTION = "PrivateUse1: Register device guard for the new backend"
 
 
-@check("csrc/guard.cpp", _SECTION, "implement getStream, getNewStream and exchangeStream of the guard")
+@check("csrc/device.cpp", _SECTION, "implement getStream, getNewStream and exchangeStream of the guard")
 def current(device: str) -> None:
     """A stream becomes the current one, and the earlier one returns."""
     before = torch.accelerator.current_stream()
@@ -27,7 +27,7 @@ def current(device: str) -> None:
         assert found.index == index, f"the current stream of device {index} is on {found}"
 
 
-@check("csrc/runtime/acme_cpu.c", _SECTION, "run the work of a stream in the order of its launches")
+@check("csrc/runtime/acme_cpu.cpp", _SECTION, "run the work of a stream in the order of its launches")
 def order(device: str) -> None:
     """Work on a stream runs in its order."""
     stream = torch.Stream(device=device)
@@ -41,7 +41,7 @@ def order(device: str) -> None:
     equal(x, torch.full((1 << 14,), 50.0), "a tensor after 50 additions on a stream")
 
 
-@check("csrc/guard.cpp", _SECTION, "implement record, block and queryEvent of the guard")
+@check("csrc/device.cpp", _SECTION, "implement record, block and queryEvent of the guard")
 def events(device: str) -> None:
     """An event orders two streams."""
     first, second = torch.Stream(device=device), torch.Stream(device=device)
@@ -59,7 +59,7 @@ def events(device: str) -> None:
         equal(y, torch.full((1 << 16,), 20.0), "what a second stream read after waiting for the first one's event")
 
 
-@check("csrc/guard.cpp", _SECTION, "implement synchronizeEvent, synchronizeStream and synchronizeDevice of the guard")
+@check("csrc/device.cpp", _SECTION, "implement synchronizeEvent, synchronizeStream and synchronizeDevice of the guard")
 def waits(device: str) -> None:
     """The host waits for an event, a stream and a device."""
     stream = torch.Stream(device=device)
@@ -77,7 +77,7 @@ def waits(device: str) -> None:
     equal(x, torch.full((1 << 16,), 21.0), "a tensor of a side stream after synchronize()")
 
 
-@check("csrc/guard.cpp", _SECTION, "create events with the flag for timing, and implement elapsedTime of the guard")
+@check("csrc/device.cpp", _SECTION, "create events with the flag for timing, and implement elapsedTime of the guard")
 def times(device: str) -> None:
     """Events measure time."""
     start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
@@ -92,7 +92,7 @@ def times(device: str) -> None:
 
 
 @check(
-    "csrc/guard.cpp",
+    "csrc/device.cpp",
     _SECTION,
     "implement recordDataPtrOnStream, so that memory is not reused before the stream is done",
 )
@@ -115,7 +115,7 @@ def memory(device: str) -> None:
         del z
 
 
-@check("csrc/guard.cpp", _SECTION, "give autograd's threads their device and stream: it uses the guard of each thread")
+@check("csrc/device.cpp", _SECTION, "give autograd's threads their device and stream: it uses the guard of each thread")
 def backward(device: str) -> None:
     """Backward runs on the streams of forward."""
     side = torch.Stream(device=device)
