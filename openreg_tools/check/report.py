@@ -17,15 +17,15 @@ from openreg_tools.core.page import facts, legend
 
 DOCS = "docs/checker.md"
 ENDED = "the process ends in this check"
-MARKS = {"pass": ".", "fail": "FAIL", "warn": "warn", "known": "known", "refused": "ref", "limit": "lim", "skip": "-"}
-MEANINGS = {
-    "pass": "correct",
-    "fail": "wrong",
-    "warn": "works, but is slow or surprising",
-    "known": "wrong, with a known cause",
-    "refused": "unsupported (raises a clear error)",
-    "limit": "PyTorch does not support it, whatever the operator does",
-    "skip": "does not apply",
+# Each status with its mark in the table, and what it means.
+MARKS = {
+    "pass": (".", "correct"),
+    "fail": ("FAIL", "wrong"),
+    "warn": ("warn", "works, but is slow or surprising"),
+    "known": ("known", "wrong, with a known cause"),
+    "refused": ("ref", "unsupported (raises a clear error)"),
+    "limit": ("lim", "PyTorch does not support it, whatever the operator does"),
+    "skip": ("-", "does not apply"),
 }
 _PART = {check: part for part, checks in PARTS.items() for check in checks}
 _ORDER = list(_PART)
@@ -179,7 +179,7 @@ class Report(report.Report):
         if page:
             counts = Counter(r.status for r in self.results)
             yield facts({status: counts[status] for status in MARKS if counts[status]})
-            yield legend({status: (mark, MEANINGS[status]) for status, mark in MARKS.items()})
+            yield legend(MARKS)
         shown = [check for check in self.about if verbose or page or any(r.status != "skip" for r in self.row(check))]
         yield self._table(shown, whole=page)
         if hidden := [check for check in self.about if check not in shown]:
@@ -200,12 +200,12 @@ class Report(report.Report):
         if whole or len(self.samples) <= _SAMPLES:
             head: list[Any] = ["check", *range(len(self.samples))]
             cells = {
-                check: {r.sample: Cell(MARKS[r.status], r.status, r.sentence) for r in row}
+                check: {r.sample: Cell(MARKS[r.status][0], r.status, r.sentence) for r in row}
                 for check, row in rows.items()
             }
             lines = [[check, *(found.get(i, "") for i in range(len(self.samples)))] for check, found in cells.items()]
         else:
-            head = ["check", *MARKS.values()]
+            head = ["check", *(mark for mark, _ in MARKS.values())]
             lines = [
                 [check, *(len([r for r in row if r.status == s]) or "" for s in MARKS)] for check, row in rows.items()
             ]
@@ -228,9 +228,7 @@ class Report(report.Report):
         content += [Text(f"Also fails {other.check}: {other.sentence}") for other in also if not most]
         if failed:
             content.append(Lines([f"More: openreg-tools check --explain {result.check}"]))
-        return Box(
-            f"{MARKS['fail'] if failed else result.status} {result.check}{where}", content, result.status, failed
-        )
+        return Box(f"{'FAIL' if failed else result.status} {result.check}{where}", content, result.status, failed)
 
     def dict(self) -> dict[str, Any]:
         """What `json()` writes."""

@@ -469,6 +469,7 @@ TABLE = [
            key="CompositeImplicitAutograd", status="refused"),
     # DTensor cannot move an argument that is written to.
     Broken("dtensor", "no sharding stays", lambda x: (halves(x), x)[1], schema="(Tensor(a!) x) -> Tensor(a!)", fake=lambda x: x,
+           inputs=(torch.ones(4),),
            sharding=by_rows, status="pass"),
     # fakes
     Broken("compile", "under torch.compile with static shapes the gradient of x differs", double,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from openreg_tools.check.case import Case, Verdict, attached, skip
+from openreg_tools.check.case import Case, Verdict, pull, skip
 from openreg_tools.check.checks.common import is_symbolic, needs_order, others_than, scaled
 from openreg_tools.check.checks.derivatives import derivative, gradcheck
 from openreg_tools.check.checks.fakes import fake_mode, faking, run_fake, unlike_fake
@@ -218,8 +218,7 @@ def _places(case: Case) -> dict[str, Any]:
 
     def gradient(call: Any, tensors: list[Tensor]) -> None:
         leaves = case.leaf(tensors)
-        outs = attached(_tensors(call(leaves)))
-        torch.autograd.grad(outs, case.of(leaves), [torch.ones_like(x) for x in outs], allow_unused=True)
+        pull(_tensors(call(leaves)), leaves, lambda outs: list(map(torch.ones_like, outs)))
 
     def batched(call: Any, tensors: list[Tensor]) -> None:
         torch.vmap(lambda *rows: call(list(rows)))(*(torch.stack([x, x]) for x in tensors))
