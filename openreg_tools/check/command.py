@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from openreg_tools.check.checker import prepare
@@ -97,7 +96,7 @@ def main(arguments: argparse.Namespace) -> int:
     return write(report, arguments, verbose=arguments.verbose)
 
 
-def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = lambda report: None) -> Checks:
+def prepared(arguments: argparse.Namespace) -> Checks:
     """The checks that the options ask for.
 
     Raises:
@@ -106,7 +105,7 @@ def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = 
     return prepare(
         *_asked(arguments), arguments.device, dtype=dtype_of(arguments.dtype), only=split(arguments.only),
         skip=split(arguments.skip), reference=named(arguments.reference) if arguments.reference else None,
-        intended_gradient=named(arguments.intended_gradient) if arguments.intended_gradient else None, started=started,
+        intended_gradient=named(arguments.intended_gradient) if arguments.intended_gradient else None,
     )  # fmt: skip
 
 
@@ -157,9 +156,7 @@ def _abi(arguments: argparse.Namespace) -> int:
     names = ("--import", "--samples", "--input", "--reference", "--intended-gradient", "--device", "--only", "--skip",
              "--generate")  # fmt: skip
     others = ["OP"] * bool(arguments.op)
-    others += [
-        each for each in names if getattr(arguments, {"--import": "modules"}.get(each, each[2:].replace("-", "_")))
-    ]
+    others += [n for n in names if getattr(arguments, {"--import": "modules"}.get(n, n[2:].replace("-", "_")))]
     if others:
         raise Wrong(
             f"--abi takes a library, --require-stable, --json and --html alone: leave out {' and '.join(others)}"
