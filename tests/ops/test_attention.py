@@ -85,7 +85,9 @@ def test_matches_torch(sizes, dtype, causal):
 
 @pytest.mark.parametrize("scale", [0.0, 2.0])
 def test_scale(scale):
-    check(*qkv(2, 4, 2, 5, 7, 3, 4), scale=scale, scale_tolerance=2)
+    inputs = qkv(2, 4, 2, 5, 7, 3, 4)
+    check(*inputs, scale=scale, scale_tolerance=2)
+    kit.check_other_devices(lambda *x: attention(*x, scale=scale), *inputs, compiled=False)
 
 
 BIASES = [(1,), (7,), (5, 1), (5, 7), (4, 1, 1), (2, 1, 5, 7), (2, 4, 5, 7), (2, 1, 1, 7), (1, 4, 5, 1), ()]
