@@ -61,11 +61,16 @@ def inputs_of(num_slots=8, tokens=5, row=(2, 3), v_row=None, dtype=torch.float32
     )
 
 
-def test_by_hand():
-    k_cache, v_cache = torch.zeros(4, 1, 1, device=DEVICE), torch.zeros(4, 1, 1, device=DEVICE)
-    k, v = kit.tensor([1.0, 2.0, 3.0]).view(3, 1, 1), kit.tensor([10.0, 20.0, 30.0]).view(3, 1, 1)
-    assert kv_cache_update_(k_cache, v_cache, k, v, kit.tensor([2, -1, 0])) is None
-    assert k_cache.flatten().tolist() == [3, 0, 1, 0] and v_cache.flatten().tolist() == [30, 0, 10, 0]
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+def test_by_hand(where):
+    k_cache, v_cache = torch.zeros(4, 1, 1, device=where), torch.zeros(4, 1, 1, device=where)
+    k, v = (torch.tensor(rows, device=where).view(3, 1, 1) for rows in ([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]))
+    slots = torch.tensor([2, -1, 0], device=where)
+    new = kv_cache_update(k_cache, v_cache, k, v, slots)
+    assert not k_cache.any() and not v_cache.any()
+    assert kv_cache_update_(k_cache, v_cache, k, v, slots) is None
+    for keys, values in (new, (k_cache, v_cache)):
+        assert keys.flatten().tolist() == [3, 0, 1, 0] and values.flatten().tolist() == [30, 0, 10, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -179,6 +184,7 @@ def test_negative_views_beside_another_dtype(device):
         ([2**63 - 1], "but got slot 9223372036854775807"),
         ([3, 1, -1, 1], "expected slots without repetition, but got slot 1 at positions 1 and 3; give -1 to skip"),
         ([5, 5, 2, 2, 2], "but got slot 2 at positions 2 and 3"),
+        ([0, 3, 0], "but got slot 0 at positions 0 and 2"),
     ],
     ids=str,
 )
