@@ -102,7 +102,7 @@ class Explanation(Report):
 
     def trace(self) -> list[str]:
         """The calls, in the form of TORCH_SHOW_DISPATCH_TRACE."""
-        top = Call(self.operator, self.has.kind, [], 0, 0, 0.0)
+        top = Call(self.operator, self.has.kind, [], 0)
         if not self.steps[0].key.startswith("Autocast"):
             return trace_lines(_around(top, self.steps, self.calls), self.target.key)
         # The kernel casts and calls the operator again. That call is recorded, except for a CompositeImplicit operator,

@@ -68,7 +68,6 @@ TESTS = {
     "openreg_tools/dispatch.py": "tests/tools/test_operators_command.py tests/tools/test_explain.py",
     "openreg_tools/manifest.py": "tests/tools/test_operators_command.py tests/tools/test_drift.py",
     "openreg_tools/recorder.py": "tests/tools/test_trace.py tests/tools/test_explain.py",
-    "openreg_tools/timeline.py": "tests/tools/test_trace.py",
     "openreg_tools/conformance/": "tests/tools/test_conformance*.py tests/tools/test_schemas.py",
 }
 EXCLUDED = re.compile("openreg_ops/(_build.py|meta/|include/|tools/templates/)")  # written by setup.py, or a link

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import threading
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from openreg_tools import backends
 from openreg_tools.compare.arguments import Arguments
+from openreg_tools.compare.differences import Difference, Differences
 from openreg_tools.compare.facts import Facts, facts, is_tie
 from openreg_tools.compare.generators import drawing, shares_numbers, state_of
-from openreg_tools.compare.result import Difference, Result
 from openreg_tools.compare.tolerance import SUM, Tolerance, Tolerances
 from openreg_tools.core.blocks import first_line
 from openreg_tools.core.compare import Error, dense, equal, largest, measure
@@ -31,13 +30,13 @@ from openreg_tools.core.report import Progress
 from openreg_tools.core.samples import shown
 from openreg_tools.threads import InThreads, Turn
 
-__all__ = ["DEVICE_ERRORS", "Lockstep", "is_traced"]
+__all__ = ["Lockstep"]
 
 # Fused attention that only some devices have. Its formula gives the first result.
 ATTENTION = ("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_flash_attention",
              "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")  # fmt: skip
 
-DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+_DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 _ABSENT = object()  # in place of a result that the reference does not have
 
 
@@ -88,7 +87,9 @@ class Lockstep(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: str, reference: str, tolerances: Tolerances, result: Result, progress: bool) -> None:
+    def __init__(
+        self, device: str, reference: str, tolerances: Tolerances, result: Differences, progress: bool
+    ) -> None:
         super().__init__()
         self.type, self.reference = torch.device(device).type, torch.device(reference)
         self.tolerances, self.result = tolerances, result
@@ -100,10 +101,6 @@ class Lockstep(TorchDispatchMode):
         current = torch.accelerator.current_accelerator()
         of_torch = current is not None and current.type == self.type
         self._module = torch.accelerator if of_torch else getattr(torch, self.type, None)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # compiled graphs are compared at their boundaries: see graphs.py
 
     def quiet(self) -> Quiet:
         """A context for what `compare` does itself: modes, autograd and injected faults do not see it."""
@@ -120,7 +117,7 @@ class Lockstep(TorchDispatchMode):
         if not self.active or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         if any(each.__torch_dispatch__ is not Tensor.__torch_dispatch__ for each in types):  # of a subclass
-            return func(*args, **kwargs) if is_traced(types) else NotImplemented  # its operators arrive separately
+            return func(*args, **kwargs) if _is_traced(types) else NotImplemented  # its operators arrive separately
         if not self._touches(args, kwargs):
             return func(*args, **kwargs)
         of, place = facts(func), self.places.now()  # of a view too, for its backward
@@ -148,7 +145,7 @@ class Lockstep(TorchDispatchMode):
             self.synchronize()  # an error of what was launched before does not belong to this operator
             try:
                 step.arguments = Arguments(step.of, step.args, step.kwargs, self.reference, self.type)
-            except DEVICE_ERRORS:
+            except _DEVICE_ERRORS:
                 raise
             except (NotImplementedError, RuntimeError) as error:
                 self._skip(step.of, f"its arguments cannot be copied: {first_line(error)}")
@@ -196,7 +193,9 @@ class Lockstep(TorchDispatchMode):
 
     def _raises_too(self, step: Step, error: Exception) -> bool:
         """Returns true if the reference raises as well, because the call itself is wrong."""
-        if step.arguments is None or isinstance(error, DEVICE_ERRORS) or "c10d" in step.of.name:  # ranks do not join in
+        if (
+            step.arguments is None or isinstance(error, _DEVICE_ERRORS) or "c10d" in step.of.name
+        ):  # ranks do not join in
             return False
         try:
             self._on_reference(step)
@@ -243,9 +242,6 @@ class Lockstep(TorchDispatchMode):
                 self._tensors(step, what, got, want, drawn)
             elif isinstance(got, (bool, int, float, complex)) and got != want and not (got != got and want != want):
                 self._judge(step, what, *self._of_number(step, what, got, want))
-        one_thread = threading.active_count() == 1  # another thread may write beside the view
-        if one_thread and (name := step.arguments.written_beside()):
-            self._differs(step, name, f"is a view, and memory beside it changed, which it did not on {self.reference}")
 
     def _unlike(self, step: Step, what: str, got: Any, want: Any) -> str:
         """How a result differs in its form: it is missing, or has another shape or dtype; "" if it does not."""
@@ -261,7 +257,7 @@ class Lockstep(TorchDispatchMode):
     def _tensors(self, step: Step, what: str, tensor: Tensor, want: Tensor, drawn: bool) -> None:
         try:
             got, want = dense(tensor.detach().to(self.reference)), dense(want)
-        except DEVICE_ERRORS:
+        except _DEVICE_ERRORS:
             raise
         except (NotImplementedError, RuntimeError) as error:  # a subclass without memory of its own
             self._skip(step.of, f"its results cannot be copied: {first_line(error)}")
@@ -274,7 +270,7 @@ class Lockstep(TorchDispatchMode):
                 self._judge(step, what, error, tolerance, shown(got))
 
     def _judge(self, step: Step, what: str, error: Error, tolerance: Tolerance, result: str = "") -> None:
-        self.result.measured(step.of.name, step.index, error, tolerance)
+        self.result.row(step.of.name).add(error, tolerance)
         if error.ulps > tolerance.ulps:
             self._differs(step, what, "", error, tolerance, result)
 
@@ -367,7 +363,7 @@ class Lockstep(TorchDispatchMode):
         self.progress.end()
 
 
-def is_traced(types: Any) -> bool:
+def _is_traced(types: Any) -> bool:
     """Returns true if some of the tensors stand for others while a program is traced."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
