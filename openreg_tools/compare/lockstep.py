@@ -23,7 +23,7 @@ from openreg_tools.compare.generators import drawing, shares_numbers, state_of
 from openreg_tools.compare.tolerance import SUM, Tolerance, Tolerances
 from openreg_tools.core.blocks import first_line
 from openreg_tools.core.compare import Error, dense, equal, largest, measure
-from openreg_tools.core.device import LACKS, is_lacking
+from openreg_tools.core.device import synchronize
 from openreg_tools.core.move import tensors_of
 from openreg_tools.core.place import Place, Places, site, stack
 from openreg_tools.core.report import Progress
@@ -98,9 +98,7 @@ class Lockstep(TorchDispatchMode):
         self.active = False  # a thread that the program started may outlive the context
         self.draws = shares_numbers(self.type, self.reference.type)
         self._threads = InThreads(self)
-        current = torch.accelerator.current_accelerator()
-        of_torch = current is not None and current.type == self.type
-        self._module = torch.accelerator if of_torch else getattr(torch, self.type, None)
+        self._queues = self.type not in ("cpu", "meta")  # and says when its work is done
 
     def quiet(self) -> Quiet:
         """A context for what `compare` does itself: modes, autograd and injected faults do not see it."""
@@ -116,7 +114,7 @@ class Lockstep(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.active or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        if any(each.__torch_dispatch__ is not Tensor.__torch_dispatch__ for each in types):  # of a subclass
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):  # of a subclass
             return func(*args, **kwargs) if _is_traced(types) else NotImplemented  # its operators arrive separately
         if not self._touches(args, kwargs):
             return func(*args, **kwargs)
@@ -177,14 +175,8 @@ class Lockstep(TorchDispatchMode):
 
     def synchronize(self) -> None:
         """Wait for the device, and raise the errors of its queued work."""
-        if self.type in ("cpu", "meta") or self._module is None:
-            return
-        try:
-            self._module.synchronize()
-        except LACKS as error:
-            if not is_lacking(error):
-                raise
-            self._module = None
+        if self._queues and not synchronize(self.type):
+            self._queues = False
             self.result.note(
                 f"{self.type} has no synchronize(): an error in its queued work may be blamed on a later operator."
             )
@@ -288,10 +280,10 @@ class Lockstep(TorchDispatchMode):
     def _of_number(self, step: Step, what: str, got: Any, want: Any) -> tuple[Error, Tolerance]:
         """The error of a Python number, in ulps of the narrowest dtype among the tensors that it comes from."""
         kinds = [t.dtype for t in (*tensors_of(step.arguments.args), *tensors_of(step.arguments.kwargs))]
-        eps = [torch.finfo(each).eps for each in kinds if each.is_floating_point or each.is_complex]
+        eps = [torch.finfo(dtype).eps for dtype in kinds if dtype.is_floating_point or dtype.is_complex]
         if isinstance(got, (float, complex)) and isinstance(want, (float, complex)):
             wide = torch.complex128 if complex in (type(got), type(want)) else torch.float64
-            error, tolerance = self._measure(step, what, *(torch.tensor(each, dtype=wide) for each in (got, want)))
+            error, tolerance = self._measure(step, what, *(torch.tensor(number, dtype=wide) for number in (got, want)))
             if error is not None:
                 ulps = error.ulps * 2**-52 / max(eps, default=2**-52)
                 return dataclasses.replace(error, ulps=ulps, count=int(ulps > tolerance.ulps)), tolerance
@@ -305,7 +297,7 @@ class Lockstep(TorchDispatchMode):
                 floats = value.is_floating_point() or value.is_complex()
                 return torch.where(value.isfinite(), value.abs(), 0).to(value.dtype) if floats else value.clone()
             if isinstance(value, (list, tuple)):
-                return [positive(each) for each in value]
+                return [positive(item) for item in value]
             return abs(value) if isinstance(value, float) else value
 
         if step.of.collective or step.of.base not in SUM:
@@ -368,7 +360,7 @@ def _is_traced(types: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    return any(issubclass(each, (FakeTensor, FunctionalTensor)) for each in types)
+    return any(issubclass(kind, (FakeTensor, FunctionalTensor)) for kind in types)
 
 
 def _pairs(step: Step, out: Any, expected: Any) -> list[tuple[str, Any, Any]]:
@@ -404,13 +396,13 @@ def _attention(step: Step) -> tuple[Tensor, ...]:
 
 def _wait(out: Any) -> None:
     """Wait for a collective, whose result is the Work, possibly with tensors."""
-    for each in out if isinstance(out, (tuple, list)) else (out,):
-        if isinstance(each, torch.ScriptObject) and hasattr(each, "wait"):
-            each.wait()
+    for result in out if isinstance(out, (tuple, list)) else (out,):
+        if isinstance(result, torch.ScriptObject) and hasattr(result, "wait"):
+            result.wait()
 
 
 def _wait_for_tensors(of: Facts, out: Any) -> None:
     """Wait for a functional collective, whose results are tensors."""
     if of.name.startswith("_c10d_functional::") and "wait" not in of.name:
-        for each in tensors_of((out,)):
-            torch.ops._c10d_functional.wait_tensor(each)
+        for tensor in tensors_of((out,)):
+            torch.ops._c10d_functional.wait_tensor(tensor)

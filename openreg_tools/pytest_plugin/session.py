@@ -245,13 +245,12 @@ def device_syncs(max: int | None = None) -> Iterator[list[str]]:  # noqa: A002
     """
     waits: list[str] = []
     accelerator = torch.accelerator.current_accelerator()
-    with contextlib.ExitStack() as stack:
-        # A separate watch even if the run has one, which counts too: nested modes see each call once.
-        watch = Watch(
-            {accelerator.type} if accelerator else set(), {"sync"}, Path.cwd(),
-            lambda kind, what, where, own: waits.append(f"{where}  {what}"),
-        )  # fmt: skip
-        stack.enter_context(watch.watching())
+    # A separate watch even if the run has one, which counts too: nested modes see each call once.
+    watch = Watch(
+        {accelerator.type} if accelerator else set(), {"sync"}, Path.cwd(),
+        lambda kind, what, where, own: waits.append(f"{where}  {what}"),
+    )  # fmt: skip
+    with watch.watching():
         try:
             yield waits
         except BaseException as error:

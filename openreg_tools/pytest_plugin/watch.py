@@ -153,6 +153,7 @@ class Watch:
             try:
                 yield
             finally:
+                Leaks.prune()
                 for drawn in self.draws if self.used else ():
                     self.found(*drawn)
 
@@ -245,17 +246,14 @@ class Leaks:
     first's."""
 
     alive: list[tuple[StorageWeakRef, int, Watch, str, bool]] = []
-    most = 1000
 
     @classmethod
     def made(cls, storage: torch.UntypedStorage, watch: Watch, where: str, own: bool) -> None:
         cls.alive.append((StorageWeakRef(storage), storage.nbytes(), watch, where, own))
-        if len(cls.alive) > cls.most:
-            cls._prune()
-            cls.most = max(1000, 2 * len(cls.alive))
 
     @classmethod
-    def _prune(cls) -> None:
+    def prune(cls) -> None:
+        """Forget the memory that is freed."""
         cls.alive = [held for held in cls.alive if not held[0].expired()]
 
     @classmethod
@@ -267,7 +265,7 @@ class Leaks:
     def tell(cls) -> None:
         """All tests have ended: report what is left."""
         gc.collect()
-        cls._prune()
+        cls.prune()
         for _, nbytes, watch, where, own in cls.alive:
             watch.found("leak", f"{nbytes:,} bytes", where, own)
         cls.alive = []

@@ -197,7 +197,7 @@ class Wrapper(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return func(*(each.x if isinstance(each, Wrapper) else each for each in args), **(kwargs or {}))
+        return func(*(arg.x if isinstance(arg, Wrapper) else arg for arg in args), **(kwargs or {}))
 
 
 def test_an_operator_that_returns_a_wrapper_is_skipped():
@@ -590,7 +590,7 @@ def test_threads_of_the_program(library):
 
     def pool():
         with ThreadPoolExecutor(2) as executor:
-            [*executor.map(lambda each: library.scale(each), [x, x])]
+            [*executor.map(library.scale, [x, x])]
 
     def thread():
         started = Mine()
@@ -656,7 +656,7 @@ def test_a_kernel_that_fails_in_one_of_several_threads(mode, after):
             [*executor.map(work, kernels, inputs)]
     ((name, message),) = failed
     assert f"aten::{name}" in message
-    assert [each.operator for each in result.differences] == [f"aten::{name}"]
+    assert [difference.operator for difference in result.differences] == [f"aten::{name}"]
 
 
 # ---- the report ----
