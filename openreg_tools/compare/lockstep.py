@@ -16,10 +16,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from openreg_tools import backends
-from openreg_tools.compare.arguments import Arguments
 from openreg_tools.compare.differences import Difference, Differences
 from openreg_tools.compare.facts import Facts, facts, is_tie
-from openreg_tools.compare.generators import drawing, shares_numbers, state_of
+from openreg_tools.compare.reference import Arguments, drawing, shares_numbers, state_of
 from openreg_tools.compare.tolerance import SUM, Tolerance, Tolerances
 from openreg_tools.core.blocks import first_line
 from openreg_tools.core.compare import Error, dense, equal, largest, measure

@@ -301,23 +301,6 @@ def test_what_raises_on_the_device_alone(library):
     assert "compare: the first difference is in test_compare::only_device_raises" in caught.value.__notes__[0]
 
 
-def test_one_byte_flipped_in_a_copy():
-    with compare() as result, torch.openreg.faults.inject("copy", after=1) as fault:
-        x = torch.ones(10).to(DEVICE)
-        y = x.clone()
-        (y + 1).cpu()
-    assert fault.struck == 1 and result.first.operator == "aten::clone" and len(result.differences) == 1
-
-
-def test_a_kernel_that_fails_later_is_located_where_it_was_launched():
-    with pytest.raises(torch.AcceleratorError, match="injected"), compare() as result:
-        with torch.openreg.faults.inject("kernel", after=1):
-            x = torch.ones(10, device=DEVICE)
-            y = x * 2
-            (y + 1).sum().item()
-    assert result.first.operator == "aten::mul.Tensor" and "injected fault" in result.first.sentence()
-
-
 @pytest.mark.parametrize("operator", ["empty", "ones", "mul"])
 def test_an_allocation_that_fails(operator):
     """Also of an operator whose arguments are not copied, because it has no results to compare."""
@@ -590,7 +573,7 @@ def test_threads_of_the_program(library):
 
     def pool():
         with ThreadPoolExecutor(2) as executor:
-            [*executor.map(library.scale, [x, x])]
+            [*executor.map(lambda y: library.scale(y), [x, x])]  # the line of the program
 
     def thread():
         started = Mine()
