@@ -12,8 +12,8 @@ from torch import Tensor
 
 from openreg_tools.check.case import Case, Operator, Verdict, limit, refuse, skip
 from openreg_tools.core.blocks import all_lines
-from openreg_tools.core.compare import has_numbers
-from openreg_tools.core.variations import LAYOUTS, is_small, permuted, sizes_of, slices
+from openreg_tools.core.compare import has_numbers, is_small
+from openreg_tools.core.variations import LAYOUTS, permuted, sizes_of, slices
 
 # ---- what an error means ----
 
