@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -12,7 +13,6 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._inductor import config
-from torch.testing._internal import common_utils
 
 import openreg_ops
 from openreg_ops import _C
@@ -22,7 +22,7 @@ OURS = ("OPENREG_", "PYTHON", "TORCH_")
 # The files of most of the time, longest first.
 LONGEST = """test_every_operator test_new_package test_dtensor test_docs test_pytest_plugin
 test_stress test_flex_attention test_compiled_opinfo test_generated test_distributed test_writing_an_operator
-test_opinfo test_export""".split()
+test_export""".split()
 
 
 def pytest_sessionstart():
@@ -58,7 +58,13 @@ def without_waste(tmp_path_factory):
         for accelerator in (torch.cuda, torch.xpu, torch.mtia):
             if not accelerator.is_available():
                 patch.setattr(accelerator, "manual_seed_all", lambda seed: None)
-        patch.setattr(common_utils, "extract_test_fn", lambda: None)  # these tests are functions
+        common_utils = importlib.import_module("torch.testing._internal.common_utils")
+        for module in (
+            common_utils,
+            sys.modules.get("torch.testing._internal.opinfo.core"),
+        ):  # which copies the function
+            if module is not None:
+                patch.setattr(module, "extract_test_fn", lambda: None)  # these tests are functions
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # for processes
         patch.setenv("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
         if gold := shutil.which("ld.gold"):
@@ -113,7 +119,9 @@ def restored():
     sys.path[:] = path  # commands add "", by which new processes would find the checkout
     openreg_ops.fallback.reset()
     configs = (config, dynamo_config, functorch_config)
-    gone = [(name, option) for each in configs for name, option in each._config.items() if option.hide]
+    gone = [
+        (name, option) for configuration in configs for name, option in configuration._config.items() if option.hide
+    ]
     for _, option in gone:
         option.hide = False
     assert openreg_ops.fallback.get_policy() == "allow", "a test left its fallback policy behind"

@@ -28,7 +28,6 @@ __all__ = [
     "measure",
     "same_bits",
     "tolerance",
-    "ulp",
 ]
 
 
@@ -73,7 +72,7 @@ def measure(got: Tensor, expected: Tensor, ulps: float = 0.0, scale: Tensor | fl
         magnitude = torch.maximum(magnitude, scale.to(torch.float64).abs())
     elif scale is not None:
         magnitude = magnitude.clamp(min=scale)
-    errors = difference / ulp(torch.where(finite, magnitude, 1.0), dtype)
+    errors = difference / _ulp(torch.where(finite, magnitude, 1.0), dtype)
     errors = torch.where(same | finite, errors, math.inf)
     if values[0].is_complex():
         errors = errors.amax(-1)
@@ -82,11 +81,11 @@ def measure(got: Tensor, expected: Tensor, ulps: float = 0.0, scale: Tensor | fl
     norm = float(torch.where(finite, b, 0.0).norm())
     moved = float(torch.where(finite, difference, 0.0).norm())
     relative = math.inf if not bool((same | finite).all()) else moved / norm if norm else math.inf
-    numbers = (each.flatten()[worst].item() for each in values)
+    numbers = (x.flatten()[worst].item() for x in values)
     return Error(float(errors.flatten()[worst]), at, *numbers, relative, int((errors > ulps).sum()))
 
 
-def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance between neighboring numbers of a dtype at this magnitude."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(magnitude.clamp(min=info.tiny))

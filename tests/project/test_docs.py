@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not (ROOT / "docs").exists(), reason="needs the source tree")]
 
 ELSEWHERE = {
-    "docs/packages.md": ("test_abi.py", {"console"}),
     "docs/tools.md": ("test_documented_commands.py", {"console", "cpp"}),
     "docs/testing-your-library.md": ("test_pytest_plugin.py", {"console"}),
     "docs/writing-an-operator.md": ("test_writing_an_operator.py", {"cpp", "python"}),

@@ -13,11 +13,15 @@ from mistakes import Example, right, wrong
 
 
 def rows(table, index):
-    """The rows of a table, copied without a look at the index."""
+    """The rows of a table, copied without a look at the index.
+
+    A row outside is read at address 0, which always ends the process: what lies behind the table differs between runs.
+    """
     table, out = table.contiguous(), table.new_empty(index.numel(), table.shape[-1])
     size = table.shape[-1] * table.element_size()
     for i, j in enumerate(index.tolist()):
-        ctypes.memmove(out.data_ptr() + i * size, table.data_ptr() + j * size, size)
+        is_inside = 0 <= j < len(table)
+        ctypes.memmove(out.data_ptr() + i * size, table.data_ptr() + j * size if is_inside else 0, size)
     return out
 
 
