@@ -7,6 +7,7 @@ import tempfile
 import time
 
 import pytest
+from processes import python
 
 pytestmark = pytest.mark.processes
 
@@ -40,8 +41,8 @@ def works():
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess:
-    program = [sys.executable, "-P", "-c", code]
-    return subprocess.run(program, capture_output=True, text=True, timeout=200, env=environment)
+    """A process that loads the device where the code says so, and ends with torch's destructors."""
+    return python("-c", code, timeout=200, destructors=True, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **environment)
 
 
 def check(code: str, after: str = "", **environment: str) -> None:
