@@ -376,8 +376,7 @@ else: raise SystemExit("no error")
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("isolation", ["off", "strict"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name, isolation", [("sharing after fork", "off"), *((name, "strict") for name in PROGRAMS)])
 def test_processes(name, isolation):
     code = (
         "import os, torch, openreg_ops\n"

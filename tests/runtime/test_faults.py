@@ -54,20 +54,6 @@ def test_a_failed_kernel_is_no_kernel_that_is_done():
         torch.openreg.synchronize()
 
 
-@pytest.mark.parametrize("mode", ["inline", "async"])
-def test_a_failing_kernel_surfaces_at_synchronisation(mode):
-    x = torch.ones(1000, device=DEVICE)
-    with torch.openreg.launch_mode(mode), inject("kernel") as fault:
-        torch.ops.openreg.custom_abs(x)
-        torch.ops.openreg.custom_abs(x)
-        with pytest.raises(
-            torch.AcceleratorError, match="injected fault made a kernel fail on openreg:0(.|\n)*custom_abs"
-        ):
-            torch.openreg.synchronize()
-        torch.openreg.synchronize()
-    assert fault.struck == 1
-
-
 def test_a_failing_kernel_surfaces_at_item():
     x = torch.ones(1000, device=DEVICE)
     with inject("kernel"):
@@ -369,8 +355,8 @@ def test_rejects(arguments, sentence):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "faults, expected",
-    [("allocation:after=1", "OutOfMemoryError"), ("kernel:after=1;copy_latency:seconds=0.001", "AcceleratorError"),
-     ("copy_latency:seconds=1e-3", ""), ("kernel:after=1,device=openreg:7", "OPENREG_FAULTS: expected faults such as"),
+    [("allocation:after=1", "OutOfMemoryError"), ("kernel:after=1;copy_latency:seconds=1e-3", "AcceleratorError"),
+     ("kernel:after=1,device=openreg:7", "OPENREG_FAULTS: expected faults such as"),
      ("kernel:often=1", "but got 'kernel:often=1' ('kernel:often=1': inject.__init__() got"), ("", "")],
 )  # fmt: skip
 def test_environment(faults, expected):

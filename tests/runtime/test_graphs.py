@@ -570,29 +570,6 @@ def test_private_memory_is_given_to_others_in_stream_order():
     assert z.unique().tolist() == [2] and w.unique().tolist() == [7]
 
 
-def test_replays_of_one_graph_are_in_order_on_all_streams():
-    x = torch.zeros(1 << 14, device=DEVICE)
-
-    def step():
-        y = x + 1
-        for _ in range(3):
-            torch.sin(x)
-        x.copy_(y)
-
-    graph, _ = captured(step)
-    x.zero_()
-    streams = [torch.openreg.Stream() for _ in range(2)]
-    with torch.openreg.launch_mode("async"):
-        for each in streams:
-            each.wait_stream(torch.openreg.current_stream())
-        for _ in range(10):
-            for each in streams:
-                with torch.openreg.stream(each):
-                    graph.replay()
-        torch.openreg.synchronize()
-    assert x.unique().tolist() == [20]
-
-
 def test_modes_of_the_caller_do_not_see_inside_a_replay():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode

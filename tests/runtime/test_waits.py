@@ -300,27 +300,29 @@ def test_memory_that_autograd_hands_to_another_stream_is_recorded():
     assert x.grad.unique().tolist() == [6]
 
 
+@pytest.mark.parametrize("to", ["device", "host"])
 @pytest.mark.parametrize("which", [0, 1], ids=["the first", "the second"])
 @pytest.mark.parametrize("numbers", [100, 1 << 19])
-def test_pinned_memory_is_reused_when_each_copy_is_done(numbers, which):
-    """Copies on two streams, of which one is busy, to two devices."""
+def test_pinned_memory_is_reused_when_each_copy_is_done(numbers, which, to):
+    """Copies on two streams, of which one is busy, to or from two devices."""
     streams = [torch.openreg.Stream(i) for i in (0, 1)]
-    x = [torch.zeros(numbers, device=f"openreg:{i}") for i in (0, 1)]
+    xs = [torch.ones(numbers, device=f"openreg:{i}") for i in (0, 1)]
     torch.openreg.synchronize(0), torch.openreg.synchronize(1)
-    host = torch.ones(numbers, pin_memory=True)
+    host = torch.full((numbers,), 2.0).pin_memory()
     address = host.data_ptr()
     with held(streams[which]):
-        for stream, each in zip(streams, x, strict=True):
+        for stream, x in zip(streams, xs, strict=True):
             with stream:
-                each.copy_(host, non_blocking=True)
+                x.copy_(host, non_blocking=True) if to == "device" else host.copy_(x, non_blocking=True)
         del host
         kept = [torch.full((numbers,), 7.0).pin_memory() for _ in range(20)]
-        assert address not in {each.data_ptr() for each in kept}
+        assert address not in {other.data_ptr() for other in kept}
     kept += [torch.empty(numbers, pin_memory=True) for _ in range(20)]
-    assert address in {each.data_ptr() for each in kept}
-    for stream, each in zip(streams, x, strict=True):
+    assert address in {other.data_ptr() for other in kept}
+    for stream, x in zip(streams, xs, strict=True):
         stream.synchronize()
-        assert each.unique().tolist() == [1]
+        assert x.unique().tolist() == [2 if to == "device" else 1]
+    assert all(other.unique().tolist() == [7] for other in kept[:20])
 
 
 # ---- random numbers ----
