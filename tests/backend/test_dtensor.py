@@ -166,8 +166,8 @@ DIFFERENTIABLE = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_operator(two, name):
-    ran = two.run(check_operator, name, 3)
-    assert len(set(ran)) == 1 and ran[0] >= 3
+    ran = two.run(check_operator, name, len(OPTIONS.get(name, "1")))
+    assert len(set(ran)) == 1 and ran[0] >= 1
 
 
 @pytest.mark.slow
@@ -236,7 +236,9 @@ def check_stays(name, shapes, options, where, outs_at, grads_at):
         assert grad.shape == x.shape
         if not (name == "rms_norm" and where == [1, R]):
             assert at_of(grad) == (at,), f"the gradient of {list(x.shape)} is {grad.placements}"
-    gathered = {str(each): count for each, count in traffic.get_comm_counts().items() if "reduce" not in str(each)}
+    counts = {str(call): count for call, count in traffic.get_comm_counts().items()}
+    # A broadcast is of the seed, at the first random operator of a process.
+    gathered = {call: count for call, count in counts.items() if "reduce" not in call and "broadcast" not in call}
     assert bool(gathered) == (where[0] == 1 and name in ("rms_norm", "quantize_rowwise")), gathered
 
 

@@ -747,18 +747,6 @@ def test_partial_graphs():
         out.tolist()
 
 
-def test_shared_pools_one_after_the_other():
-    first, second, kept = sharing()
-    side = torch.openreg.Stream()
-    for _ in range(2):
-        first.replay()
-        second.replay()
-        side.wait_stream(current())
-        with side:
-            first.replay()
-        current().wait_stream(side)
-
-
 def test_pools_that_share_no_memory_may_run_at_once():
     x = ones(1000)
     first, y = captured(lambda: x + 1)
@@ -770,33 +758,6 @@ def test_pools_that_share_no_memory_may_run_at_once():
         second.replay()
     current().wait_stream(side)
     (y + z).tolist()
-
-
-def test_streams_inside_and_around():
-    x = ones()
-    side, other = torch.openreg.Stream(), torch.openreg.Stream()
-
-    def f():
-        main = current()
-        a = x + 1
-        side.wait_stream(main)
-        with side:
-            b = a * 10
-        c = a * 100
-        main.wait_stream(side)
-        return b + c
-
-    graph, y = captured(f)
-    for _ in range(3):
-        x.add_(1)
-        done = current().record_event()
-        other.wait_event(done)
-        with other:
-            graph.replay()
-            z = y.clone()
-        current().wait_stream(other)
-        z.record_stream(current())
-        z.tolist()
 
 
 def test_a_copy_of_an_output_outlives_the_replay():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.openreg._sanitizer as sanitizer
-from patterns import HOST_READS, HOST_WAITS, Buckets, Offload, Prefetcher, model
+from patterns import HOST_READS, HOST_WAITS, Prefetcher, model
 from processes import python
 from schedule_programs import PROGRAMS
 from schedule_programs import UNSEEN as UNSEEN_PROGRAMS
@@ -554,15 +554,6 @@ def test_dataloader_with_a_prefetcher(workers):
     assert torch.stack(losses).isfinite().all()
 
 
-def test_ddp_style_overlap():
-    buckets = Buckets(model(), True, True)
-    optimizer = torch.optim.AdamW(buckets.net.parameters())
-    for _ in range(3):
-        buckets.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(use_reentrant):
     net = model()
@@ -575,10 +566,9 @@ def test_activation_checkpointing(use_reentrant):
 @ONE_MODE
 def test_cpu_offload():
     net = model()
-    for hooks in (Offload(), torch.autograd.graph.save_on_cpu(pin_memory=True)):
-        with hooks:
-            loss = net(torch.randn(8, 16, device=DEVICE)).square().mean()
-        loss.backward()
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        loss = net(torch.randn(8, 16, device=DEVICE)).square().mean()
+    loss.backward()
     assert all(p.grad.isfinite().all() for p in net.parameters())
 
 
@@ -981,7 +971,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_right_programs_in_other_layouts(layout):
+def test_other_layouts(layout):
+    """Both streams only read x, then one writes its values."""
     x = LAYOUTS[layout](torch.eye(8, device=DEVICE))
     side = torch.openreg.Stream()
     side.wait_stream(current())
@@ -989,19 +980,18 @@ def test_right_programs_in_other_layouts(layout):
         y = x * 2
         back = y.to_dense() if y.layout != torch.strided else y.resolve_conj().clone()
     current().wait_stream(side)
-    for each in (y, back):
-        if each.layout == torch.strided:
-            each.record_stream(side)
-    z = (x * 3).to_dense() if x.layout != torch.strided else x * 3  # both streams only read x
+    for made in (y, back):
+        if made.layout == torch.strided:
+            made.record_stream(side)
+    z = (x * 3).to_dense() if x.layout != torch.strided else x * 3
     assert torch.equal(back.cpu() * 3, z.cpu() * 2)
-
-
-@pytest.mark.parametrize("layout", ["csr", "csc", "coo"])
-def test_a_race_in_other_layouts(layout):
-    x = LAYOUTS[layout](torch.eye(64, device=DEVICE))
-    busy(current())
-    x.values().mul_(2) if layout != "coo" else x._values().mul_(2)
-    with caught(), torch.openreg.Stream():
+    if (
+        x.layout == torch.sparse_bsr or layout == "expanded"
+    ):  # a product of blocks has no kernel; expanded is not written
+        return
+    values = x if x.layout == torch.strided else x._values() if layout == "coo" else x.values()
+    values.mul_(2)
+    with side, caught():
         _ = x * 3
 
 
@@ -1081,17 +1071,6 @@ def test_memory_from_before_the_sanitizer_is_the_default_streams(older):
     assert {each.previous_access.stream for each in error.value.errors} == {(0, each) for each in sides}
     for side in sides.values():
         current().wait_stream(side)
-
-
-def test_interleaved_columns_do_not_race():
-    x = torch.zeros(256, 8, device=DEVICE)
-    side = torch.openreg.Stream()
-    side.wait_stream(current())
-    with side:
-        x[:, ::2].add_(1)
-    x[:, 1::2].add_(2)
-    current().wait_stream(side)
-    assert x.sum().item() == 256 * 12
 
 
 def test_spans_meet_where_they_share_a_byte():
