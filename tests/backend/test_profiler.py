@@ -61,22 +61,32 @@ STEP = [
 
 
 def test_kernels_and_copies(mode):
+    """What ran in its order; the operator that launched it; the call that launched it, which has its number."""
     with profile(activities=BOTH) as prof:
         step()
     events = on_device(prof)
     assert names(events) == STEP
-    assert {(e.device_index, e.device_resource_id) for e in events} == {(0, 0)}
+    assert {(event.device_index, event.device_resource_id) for event in events} == {(0, 0)}
     for event, following in zip(events, events[1:], strict=False):
         assert event.time_range.end <= following.time_range.start
+    kernel = events[1]
+    (operator,), (matmul,) = on_host(prof, "aten::mm"), on_host(prof, "aten::matmul")
+    assert operator.kernels == [(kernel.name, 0, kernel.device_time)]
+    assert operator.self_device_time_total == kernel.device_time > 0
+    assert matmul.device_time_total == kernel.device_time and matmul.self_device_time_total == 0
+    work = {event.id: event for event in events}
+    launches = [*on_host(prof, "openregLaunchKernel"), *on_host(prof, "openregMemcpyAsync")]
+    calls = {call.id: call for call in launches}
+    assert len(work) == 4 and calls.keys() == work.keys()
+    for number, call in calls.items():
+        assert call.time_range.start <= work[number].time_range.start
+        assert (call.name == "openregMemcpyAsync") == work[number].name.startswith("Memcpy")
 
 
-def test_device_alone():
+def test_one_activity():
     with profile(activities=[ProfilerActivity.PrivateUse1]) as prof:
         step()
     assert names(on_device(prof)) == STEP
-
-
-def test_cpu_alone():
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         step()
     assert on_device(prof) == [] and on_host(prof, "openregLaunchKernel") == []
@@ -89,28 +99,6 @@ def test_a_profile_holds_what_ran_in_it(mode):
         with profile(activities=BOTH) as prof:
             torch.ones(3, device="openreg").neg_()
         assert names(on_device(prof)) == ["aten::fill_ kernel", "aten::neg_ kernel"]
-
-
-def test_a_kernel_belongs_to_the_operator_that_launched_it(mode):
-    with profile(activities=BOTH) as prof:
-        step()
-    kernel = on_device(prof)[1]
-    (operator,) = on_host(prof, "aten::mm")
-    assert operator.kernels == [(kernel.name, 0, kernel.device_time)]
-    assert operator.self_device_time_total == kernel.device_time > 0
-    (matmul,) = on_host(prof, "aten::matmul")
-    assert matmul.device_time_total == kernel.device_time and matmul.self_device_time_total == 0
-
-
-def test_a_kernel_and_the_call_that_launched_it_share_an_id(mode):
-    with profile(activities=BOTH) as prof:
-        step()
-    work = {event.id: event for event in on_device(prof)}
-    calls = {e.id: e for e in [*on_host(prof, "openregLaunchKernel"), *on_host(prof, "openregMemcpyAsync")]}
-    assert len(work) == 4 and calls.keys() == work.keys()
-    for number, call in calls.items():
-        assert call.time_range.start <= work[number].time_range.start
-        assert (call.name == "openregMemcpyAsync") == work[number].name.startswith("Memcpy")
 
 
 def test_streams_and_times(mode):
