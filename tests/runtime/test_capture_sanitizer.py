@@ -562,57 +562,38 @@ def test_the_first_graph_again_while_the_second_runs():
 # ---- order ----
 
 
-def test_a_replay_does_not_wait_for_its_input():
-    x = ones()
-    graph, y = captured(lambda: x * 2)
-    x.fill_(3)
-    side = torch.openreg.Stream()
-    with side, caught("race", "a replay of the graph captured at", "in its node aten.mul.Tensor", "aten::fill_"):
-        graph.replay()
+ORDER = [
+    ("write", "replay", ("a replay of the graph captured at", "in its node aten.mul.Tensor", "aten::fill_.Scalar(")),
+    ("replay", "write", ("aten::fill_.Scalar(", "in its node aten.mul.Tensor", "Captured with stack trace:")),
+    (
+        "replay",
+        "read",
+        ("aten::add.Tensor(", "reading from argument(s) self", "writing to the output", "a replay of the"),
+    ),
+    ("read", "replay", ("a replay of the graph", "Before this replay, have the default stream", "aten::add.Tensor(")),
+    ("replay", "another", ("in its node aten.add.Tensor", "in its node aten.mul.Tensor", "Before this replay")),
+    ("another", "replay", ("in its node aten.mul.Tensor", "in its node aten.add.Tensor", "Before this replay")),
+]
 
 
-def test_an_input_is_written_while_a_replay_reads_it():
-    x = ones()
-    graph, y = captured(lambda: x * 2)
-    side = torch.openreg.Stream()
-    side.wait_stream(current())
-    with side:
-        graph.replay()
-    with caught("race", "Previous access by stream", "in its node aten.mul.Tensor", "Captured with stack trace:"):
-        x.copy_(torch.zeros(4))
-
-
-def test_an_output_is_read_without_a_wait():
-    x = ones(device="openreg:1")
-    with torch.openreg.device(1):
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("first, second, sentences", ORDER, ids=[f"{first}-{second}" for first, second, _ in ORDER])
+def test_a_replay_without_a_wait(first, second, sentences, device):
+    """A graph and another one that reads its output, on two streams, with what is written before and read after them."""
+    with torch.openreg.device(device):
+        x = ones(device=f"openreg:{device}")
         graph, y = captured(lambda: x * 2)
+        another, z = captured(lambda: y + 1)
+        steps = {"write": lambda: x.fill_(3), "replay": graph.replay, "another": another.replay, "read": lambda: y + 1}
         side = torch.openreg.Stream()
         side.wait_stream(current())
         with side:
-            graph.replay()
-        with caught("race", "aten::add.Tensor", "writing to the output", "a replay of the graph"):
-            y + 1
-
-
-def test_an_output_is_overwritten_while_another_stream_reads_it():
-    x = ones()
-    graph, y = captured(lambda: x * 2)
-    graph.replay()
-    side = torch.openreg.Stream()
-    side.wait_stream(current())
-    with side:
-        y + 1
-    with caught("race", "a replay of the graph", "Before this replay, have the default stream of openreg:0 wait"):
-        graph.replay()
-
-
-def test_a_graph_reads_what_another_one_writes():
-    x = ones()
-    first, y = captured(lambda: x * 2)
-    second, z = captured(lambda: y + 1)
-    first.replay()
-    with torch.openreg.Stream(), caught("race", "in its node aten.add.Tensor", "in its node aten.mul.Tensor"):
-        second.replay()
+            steps[first]()
+        now, then = f"the default stream of openreg:{device}", f"stream {side.stream_id} of openreg:{device}"
+        with caught("race", f"Access by {now} during", f"Previous access by {then} during", *sentences):
+            steps[second]()
+        current().wait_stream(side)
+        steps[second]()
 
 
 def after_an_event(x, event, late=False):

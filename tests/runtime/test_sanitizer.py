@@ -1010,6 +1010,15 @@ def test_masks():
     assert torch.equal(x.cpu(), torch.arange(64.0)) and filled.sum() == y.sum()
 
 
+def parts_until_reuse(address):
+    """Smaller tensors, until one has a part of the memory of 2 N numbers that were at the address."""
+    parts = []
+    while not any(address <= part.data_ptr() < address + 8 * N for part in parts):
+        assert len(parts) < 1000, "the allocator did not reuse the block"
+        parts.append(torch.ones(N // 4, device=DEVICE))
+    return parts
+
+
 def test_partly_reused_memory():
     """Parts of one allocation on two streams; then the whole, after a wait; then its memory, by a smaller tensor."""
     x = torch.zeros(2, N, device=DEVICE)
@@ -1022,10 +1031,7 @@ def test_partly_reused_memory():
     assert x.sum(1).tolist() == [N, 2 * N]
     address = x.data_ptr()
     del x
-    parts = []
-    while not any(address <= part.data_ptr() < address + 8 * N for part in parts):
-        assert len(parts) < 1000, "the allocator did not reuse the block"
-        parts.append(torch.ones(N // 4, device=DEVICE))
+    parts = parts_until_reuse(address)
     side.wait_stream(current())
     with side:
         doubled = [part * 2 for part in parts]
@@ -1042,10 +1048,7 @@ def test_memory_from_before_the_sanitizer_reused_too_early(older):
         x.add_(1)
     del x
     with caught() as error:
-        parts = []
-        while not any(address <= part.data_ptr() < address + 8 * N for part in parts):
-            assert len(parts) < 1000, "the allocator did not reuse the block"
-            parts.append(torch.ones(N // 4, device=DEVICE))
+        parts_until_reuse(address)
     assert ", before the memory was freed, during: aten::add_" in message(error)
     current().wait_stream(side)
 
