@@ -103,7 +103,7 @@ def check_callbacks():
             result = after.then(follow).then(last).wait()
             work.wait()
             assert x.sum().item() == total and result.sum().item() == 4 * total, name
-            assert [each.item() for each, _ in made] == [total for _, total in made], name
+            assert [tensor.item() for tensor, _ in made] == [total for _, total in made], name
 
 
 @MODES

@@ -92,7 +92,7 @@ def check_batch():
         assert_close(out, torch.full_like(out, (rank - 1) % size))
         [work] = dist.batch_isend_irecv(ops)
         received = work.get_future().wait()
-        assert [each.data_ptr() for each in received] == [out.data_ptr()]
+        assert [tensor.data_ptr() for tensor in received] == [out.data_ptr()]
     out.zero_()
     with dist._coalescing_manager(device=torch.device("openreg"), async_ops=True) as manager:
         dist.recv(out, (rank - 1) % size)
@@ -252,8 +252,8 @@ def mismatched_dtypes(x):
 
 def mismatched_order(x):
     y = torch.ones(3, device=x.device)
-    for each in odd((x, y), (y, x)):
-        dist.all_reduce(each)
+    for tensor in odd((x, y), (y, x)):
+        dist.all_reduce(tensor)
 
 
 MISMATCHES = {

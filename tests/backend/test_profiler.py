@@ -330,7 +330,7 @@ def test_nvtx(mode, device):
     assert one.time_range.start <= two.time_range.start <= one.time_range.end <= two.time_range.end
     assert not on_host(prof, "open") and on_host(prof, "outer") and on_host(prof, "inner")
     mul, add, sub = on_device(prof)
-    ranges = {each.name: each for each in on_device(prof, annotations=True)}
+    ranges = {event.name: event for event in on_device(prof, annotations=True)}
     for name, begin, end in (("first", mul, add), ("second", add, sub)):
         assert ranges[name].device_index == device
         assert ranges[name].time_range.start == pytest.approx(begin.time_range.start, abs=0.01)

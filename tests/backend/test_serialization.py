@@ -360,7 +360,7 @@ if (pid := os.fork()) == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and x.tolist() == [1, 1, 1]
 """,
     "workers made by fork": """
-def on_device(batch): return torch.stack([torch.tensor(each, device="openreg:1") for each in batch])
+def on_device(batch): return torch.stack([torch.tensor(number, device="openreg:1") for number in batch])
 batches = list(DataLoader(range(6), batch_size=2, num_workers=2, collate_fn=on_device, multiprocessing_context="fork"))
 assert [b.tolist() for b in batches] == [[0, 1], [2, 3], [4, 5]] and batches[0].device == torch.device("openreg:1")
 """,

@@ -91,7 +91,7 @@ def test_wheel_has_every_module(tmp_path):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "openreg_ops").rglob("*.py")}
     meta = {f"openreg_ops/{path.relative_to(ROOT)}" for path in (ROOT / "meta").glob("*.py")}
     templates = {
-        f"openreg_ops/tools/templates/{each}" for each in (*FILES, *(f"package/{file}" for file in PACKAGE_FILES))
+        f"openreg_ops/tools/templates/{file}" for file in (*FILES, *(f"package/{file}" for file in PACKAGE_FILES))
     }
     interface = {
         str(path.relative_to(ROOT)) for path in (ROOT / "openreg_ops").rglob("*") if path.suffix in (".h", ".cmake")

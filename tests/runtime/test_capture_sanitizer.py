@@ -369,7 +369,7 @@ def test_a_graph_keeps_its_pinned_memory(resize, dtype, mode):
     host = None
     graph.replay()
     current().synchronize()
-    assert all(each.sum() == 0 for each in other)
+    assert all(tensor.sum() == 0 for tensor in other)
     sanitizer.enable_openreg_sanitizer()
 
 
@@ -380,7 +380,7 @@ def test_pinned_memory_that_the_program_has_freed():
     for _ in range(2):
         graph.replay()
         others = [pinned() for _ in range(4)]
-        assert all(each.add_(1).sum() == 4 for each in others)
+        assert all(tensor.add_(1).sum() == 4 for tensor in others)
     assert y.sum().item() == 4
 
 
@@ -641,7 +641,7 @@ def test_external_events_order_graphs(nested):
     x, done, read = ones(), torch.openreg.Event(external=True), torch.openreg.Event(external=True)
     first, second, y = after_an_event(x, done)
     if nested:
-        first, second = (captured(each.replay, capture_error_mode="relaxed")[0] for each in (first, second))
+        first, second = (captured(graph.replay, capture_error_mode="relaxed")[0] for graph in (first, second))
     side = torch.openreg.Stream()
     for i in range(3):
         first.replay()
@@ -845,7 +845,7 @@ def test_reports_go_to_a_function():
     graph, y = captured(lambda: x * 2)
     x = None
     graph.replay()
-    assert [each.kind for each in found] == ["freed_input"]
+    assert [error.kind for error in found] == ["freed_input"]
 
 
 def test_graphs_have_their_own_methods_while_it_is_off():

@@ -256,8 +256,12 @@ reset_max_memory_allocated reset_max_memory_cached default_generators""".split()
 def test_every_call_is_tried_on_a_lost_device():
     classes = {"Stream": torch.Stream, "Event": type(torch.openreg.Event(interprocess=True)), "Graph": O.Graph}
     classes |= {"MemPool": O.MemPool, "Generator": torch.Generator}
-    names = {f"{name}.{each}" for name, kind in classes.items() for each in dir(kind) if not each.startswith("_")}
-    names |= {each for each in O.__all__ if not each.endswith("Error") and "autocast" not in each and "amp" not in each}
+    names = {f"{name}.{member}" for name, kind in classes.items() for member in dir(kind) if not member.startswith("_")}
+    names |= {
+        member
+        for member in O.__all__
+        if not member.endswith("Error") and "autocast" not in member and "amp" not in member
+    }
     tried = {name.split()[0] for name in (*LOST, *KEPT)}
     assert names - tried <= set(UNASKED)
     assert not {name for name in tried - names if not name.startswith(("Tensor.", "_sleep", "Stream.priority_range"))}
@@ -451,14 +455,14 @@ def test_a_fault_strikes_these_calls_alone(kind, device):
     KEPT_TENSORS.update({i: torch.ones(3, device=f"openreg:{i}") for i in (0, 1)})
     for after in (0, 1, 2):
         for times in (0, 1, 2, None):
-            for each in KEPT_TENSORS.values():
-                each.fill_(1)
+            for tensor in KEPT_TENSORS.values():
+                tensor.fill_(1)
             with inject(kind, device, after=after, times=times) as fault:
                 struck = [failed(kind, i % 2) for i in range(10)]
             counted = [i for i in range(10) if device is None or i % 2 == device]
             last = None if times == 0 else after + (1 if times is None else times)
             expected = counted[after:last]
-            assert [i for i, each in enumerate(struck) if each] == expected, (after, times)
+            assert [i for i, hit in enumerate(struck) if hit] == expected, (after, times)
             assert fault.struck == len(expected)
             assert not any(failed(kind, i) for i in (0, 1)), "disarmed"
 
@@ -500,8 +504,8 @@ def test_the_error_of_one_device_is_not_the_others(mode):
                 torch.openreg.synchronize(index)
             torch.openreg.synchronize(index)
         with inject("kernel"):  # both, each of which has its own
-            for each in x:
-                each + 1
+            for tensor in x:
+                tensor + 1
         with inject("kernel", 1):
             x[1] + 1
         for index in (0, 1):

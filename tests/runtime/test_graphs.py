@@ -426,16 +426,16 @@ def test_a_reset_while_other_threads_replay():
 
     begun, threads = threading.Semaphore(0), [threading.Thread(target=replay) for _ in range(3)]
     with turn_taken(stream):
-        for each in threads:
-            each.start()
+        for thread in threads:
+            thread.start()
             begun.acquire()
         time.sleep(0.05)  # usually, all are in replay() then
         g.reset()
         with torch.openreg.graph(g):
             x.add_(10)
-    for each in threads:
-        each.join()
-    assert all("no graph has been captured" in each for each in errors)
+    for thread in threads:
+        thread.join()
+    assert all("no graph has been captured" in error for error in errors)
     value, new = int(x[0]), int(x[0]) // 10
     assert value == 10 * new + (len(threads) - len(errors) - new)
     g.replay()

@@ -121,7 +121,7 @@ def test_two_threads_that_wait_for_memory_share_the_limit():
         in_threads(allocate, allocate)
     finally:
         torch.openreg.set_per_process_memory_fraction(1.0, 1)
-    kinds = sorted(type(each).__name__ for each in outcomes)
+    kinds = sorted(type(outcome).__name__ for outcome in outcomes)
     outcomes.clear()  # an error's traceback refers to the list, and the tensor would live until garbage is collected
     assert kinds == ["OutOfMemoryError", "Tensor"]
 

@@ -624,10 +624,10 @@ def test_graphs_on_side_streams():
     sides = [torch.openreg.Stream() for _ in range(2)]
     for _ in range(3):
         outputs = []
-        for side, each in zip(sides, (net, other), strict=True):
+        for side, module in zip(sides, (net, other), strict=True):
             side.wait_stream(current())
             with side:
-                outputs.append(each(x))
+                outputs.append(module(x))
             current().wait_stream(side)
             outputs[-1].record_stream(current())
         sum(outputs).square().mean().backward()
@@ -1036,7 +1036,7 @@ def test_partly_reused_memory():
     with side:
         doubled = [part * 2 for part in parts]
     current().wait_stream(side)
-    assert sum(each.sum().item() for each in doubled) == len(parts) * N // 2
+    assert sum(tensor.sum().item() for tensor in doubled) == len(parts) * N // 2
 
 
 def test_memory_from_before_the_sanitizer_reused_too_early(older):
@@ -1071,7 +1071,7 @@ def test_memory_from_before_the_sanitizer_is_the_default_streams(older):
         reused += max(0, min(start + N, address + 8 * N) - max(start, address))
     with caught() as error:
         torch._foreach_zero_(again)
-    assert {each.previous_access.stream for each in error.value.errors} == {(0, each) for each in sides}
+    assert {race.previous_access.stream for race in error.value.errors} == {(0, number) for number in sides}
     for side in sides.values():
         current().wait_stream(side)
 
@@ -1094,7 +1094,7 @@ def test_spans_meet_where_they_share_a_byte():
 
 def addresses(x):
     """The offsets in its storage of a tensor's bytes."""
-    places = {sum(map(operator.mul, each, x.stride())) for each in itertools.product(*map(range, x.shape))}
+    places = {sum(map(operator.mul, index, x.stride())) for index in itertools.product(*map(range, x.shape))}
     return {x.element_size() * (x.storage_offset() + place) + i for place in places for i in range(x.element_size())}
 
 

@@ -231,7 +231,7 @@ def test_a_difference_in_an_order_that_is_the_programs_own():
             schedules(program, seeds=[seed])
         except ValueError as error:
             said.append(str(error))
-    assert said and all("the program gives two results in the same order" in each for each in said)
+    assert said and all("the program gives two results in the same order" in sentence for sentence in said)
 
 
 def test_a_difference_that_its_seed_does_not_give_again():
@@ -410,7 +410,7 @@ def test_what_is_no_program():
 )
 def test_seeds_of_every_type(seeds):
     report = schedules(lambda: torch.ones(1, device=DEVICE), seeds=seeds)
-    assert report.orders == 2 and [type(each) for each in report.seeds] == [int, int]
+    assert report.orders == 2 and [type(seed) for seed in report.seeds] == [int, int]
 
 
 def test_classes_of_the_programs_body():
