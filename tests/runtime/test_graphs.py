@@ -499,23 +499,6 @@ def test_an_error_in_a_node_names_it():
         g.replay()
 
 
-def test_two_devices():
-    x = torch.ones(3, device="openreg:0")
-    y = torch.zeros(3, device="openreg:1")
-    pinned = torch.zeros(3).pin_memory()
-
-    def f():
-        y.copy_(x * 2)
-        pinned.copy_(x, non_blocking=True)
-
-    g, _ = captured(f)
-    assert y.tolist() == [0.0] * 3
-    g.replay()
-    torch.openreg.synchronize()
-    assert y.tolist() == [2.0] * 3
-    assert pinned.tolist() == [1.0] * 3
-
-
 # ---- the second of everything ----
 
 
