@@ -81,7 +81,8 @@ def mode(request):
     """Launch modes, of which a file or a folder may choose others."""
     with torch.openreg.launch_mode(request.param):
         yield request.param
-        torch.openreg.synchronize()
+        for index in range(torch.openreg.device_count()):
+            torch.openreg.synchronize(index)
 
 
 @pytest.fixture

@@ -18,12 +18,10 @@ DEVICE = "openreg"
 current = torch.openreg.current_stream
 
 
-@pytest.fixture(params=["inline", "async"], autouse=True)
-def mode(request):
-    with torch.openreg.launch_mode(request.param), sanitizer.sanitize():
-        yield request.param
-        torch.openreg.synchronize(0)
-        torch.openreg.synchronize(1)
+@pytest.fixture(autouse=True)
+def sanitized(mode):
+    with sanitizer.sanitize():
+        yield
 
 
 @contextlib.contextmanager

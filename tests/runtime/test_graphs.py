@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from graph_kit import DEVICE, turn_taken
+from graph_kit import DEVICE, inside, settled, turn_taken
 from processes import python
 from stream_kit import captured, in_threads
 
@@ -317,21 +317,18 @@ def test_mode_names():
 def test_memory_is_private_and_keeps_its_address():
     x = torch.ones(1000, device=DEVICE)
     g, y = captured(lambda: (x + 1) * 2)
-    pool = g.pool()
-    segments = torch.openreg.memory_snapshot(device=DEVICE, mempool_id=pool)
-    assert segments
-    inside = [range(s["address"], s["address"] + s["total_size"]) for s in segments]
-    assert any(y.data_ptr() in r for r in inside)
+    segments = torch.openreg.memory_snapshot(device=DEVICE, mempool_id=g.pool())
+    within = [range(segment["address"], segment["address"] + segment["total_size"]) for segment in segments]
+    assert any(y.data_ptr() in part for part in within)
     others = [torch.empty(1000, device=DEVICE) for _ in range(100)]
-    assert not any(o.data_ptr() in r for o in others for r in inside), "freed memory of the pool goes to nobody else"
+    freed = "freed memory of the pool goes to nobody else"
+    assert not any(other.data_ptr() in part for other in others for part in within), freed
     g.replay()
     assert y[0].item() == 4
 
 
 def test_a_graph_that_dies_frees_its_pool():
-    torch.openreg.synchronize()
-    gc.collect()
-    torch.openreg.empty_cache()
+    settled()
     before = torch.openreg.memory_reserved(DEVICE)
     x = torch.ones(1 << 20, device=DEVICE)
     g, y = captured(lambda x=x: (x + 1) * 2)
@@ -339,8 +336,7 @@ def test_a_graph_that_dies_frees_its_pool():
     del x, g
     assert torch.openreg.memory_snapshot(device=DEVICE, mempool_id=pool), "y lives in it"
     del y
-    gc.collect()
-    torch.openreg.empty_cache()
+    settled()
     assert not torch.openreg.memory_snapshot(device=DEVICE, mempool_id=pool)
     assert torch.openreg.memory_reserved(DEVICE) <= before
 
@@ -352,15 +348,11 @@ def test_mem_pool():
         assert pool.use_count() == 2
         x = torch.ones(1 << 16, device=DEVICE)
     y = torch.ones(1 << 16, device=DEVICE)
-    assert pool.use_count() == 1
-    inside = [range(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot()]
-    assert any(x.data_ptr() in r for r in inside)
-    assert not any(y.data_ptr() in r for r in inside)
-    assert all(s["segment_pool_id"] == pool.id for s in pool.snapshot())
+    assert pool.use_count() == 1 and inside(pool, x) and not inside(pool, y)
+    assert all(segment["segment_pool_id"] == pool.id for segment in pool.snapshot())
     del x
-    assert pool.snapshot(), "kept for the next use"
     torch.openreg.empty_cache()
-    assert pool.snapshot()
+    assert pool.snapshot(), "kept for the next use"
     torch.openreg.empty_cache(pool.id)
     assert not pool.snapshot()
     with pytest.raises(ValueError, match="no_split"):

@@ -25,14 +25,6 @@ def streams():
     return named | {f"urgent{i}": torch.openreg.Stream(i, priority=-1) for i in (0, 1)}
 
 
-@pytest.fixture(params=["inline", "async"])
-def mode(request):
-    with torch.openreg.launch_mode(request.param):
-        yield request.param
-        torch.openreg.synchronize(0)
-        torch.openreg.synchronize(1)
-
-
 # ---- calls for which the host waits ----
 
 FIRST, SECOND = ["default0", "a0", "b0", "urgent0"], ["default1", "a1", "b1", "urgent1"]
