@@ -1,6 +1,7 @@
 """Injected faults surface like a real accelerator's: the type of the exception, and when it is raised."""
 
 import gc
+import inspect
 
 import pytest
 import torch
@@ -226,22 +227,6 @@ KEPT = {
     "set_per_process_memory_fraction": lambda w: O.set_per_process_memory_fraction(1.0, w.index),
     "memory_snapshot": lambda w: O.memory_snapshot(device=w.index),
     "can_device_access_peer": lambda w: O.can_device_access_peer(w.index, 1 - w.index),
-    **{
-        name: lambda w, name=name: getattr(O, name)(w.index)
-        for name in ("current_stream", "default_stream", "get_device_name", "get_device_capability", "get_device_properties",
-            "get_per_process_memory_fraction", "get_rng_state", "max_memory_allocated",
-            "max_memory_reserved", "memory_allocated", "memory_reserved", "memory_stats",
-            "memory_stats_as_nested_dict", "memory_summary", "memory_usage", "reset_accumulated_memory_stats",
-            "reset_peak_memory_stats")
-    },
-    **{
-        name: lambda w, name=name: getattr(O, name)()
-        for name in ("current_device", "device_count", "empty_cache", "get_allocator_backend", "get_arch_list",
-            "get_launch_mode", "get_rng_state_all", "get_sync_debug_mode", "host_memory_stats",
-            "host_memory_stats_as_nested_dict", "init", "initial_seed", "ipc_collect", "is_available", "is_bf16_supported",
-            "is_initialized", "is_tf32_supported", "isolation_mode", "reset_accumulated_host_memory_stats",
-            "reset_peak_host_memory_stats", "seed", "seed_all")
-    },
     "Tensor.record_stream": lambda w: w.x.record_stream(w.side),
     "Tensor.view": lambda w: w.x.view(2, 5).t(),
     "Tensor.is_pinned": lambda w: w.pinned.is_pinned(),
@@ -253,15 +238,18 @@ caching_allocator_delete set_sync_debug_mode utilization memory_cached max_memor
 reset_max_memory_allocated reset_max_memory_cached default_generators""".split()
 
 
+NAMES = {name for name in O.__all__ if not name.endswith("Error") and "autocast" not in name and "amp" not in name}
+for name in sorted(NAMES - {tried.split()[0] for tried in (*LOST, *KEPT, *UNASKED)}):  # the other functions
+    function = getattr(O, name)
+    takes_device = "device" in inspect.signature(function).parameters
+    KEPT[name] = lambda w, function=function, takes_device=takes_device: function(*[w.index] * takes_device)
+
+
 def test_every_call_is_tried_on_a_lost_device():
     classes = {"Stream": torch.Stream, "Event": type(torch.openreg.Event(interprocess=True)), "Graph": O.Graph}
     classes |= {"MemPool": O.MemPool, "Generator": torch.Generator}
     names = {f"{name}.{member}" for name, kind in classes.items() for member in dir(kind) if not member.startswith("_")}
-    names |= {
-        member
-        for member in O.__all__
-        if not member.endswith("Error") and "autocast" not in member and "amp" not in member
-    }
+    names |= NAMES
     tried = {name.split()[0] for name in (*LOST, *KEPT)}
     assert names - tried <= set(UNASKED)
     assert not {name for name in tried - names if not name.startswith(("Tensor.", "_sleep", "Stream.priority_range"))}
