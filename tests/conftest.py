@@ -48,9 +48,10 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def without_waste():
-    """PyTorch formats the stack when it seeds an absent accelerator, a tenth of the time of tests/aten/test_modules.py. It
-    compiles six programs, in 8 s, to learn whether the compiler knows the processor's instructions. g++ optimizes the wrapper
-    of an AOTInductor package, which runs once in a test, for a third of the package's 20 s."""
+    """PyTorch formats the stack when it seeds an absent accelerator, a tenth of the time of tests/aten/test_modules.py, and for
+    each sample of an operator, which is most of the time of tests/aten/test_cuda_rules.py. It compiles six programs, in 8 s, to
+    learn whether the compiler knows the processor's instructions. g++ optimizes the wrapper of an AOTInductor package, which
+    runs once in a test, for a third of the package's 20 s."""
     with pytest.MonkeyPatch.context() as patch:
         for accelerator in (torch.cuda, torch.xpu, torch.mtia):
             if not accelerator.is_available():
