@@ -32,7 +32,7 @@ class Arguments:
         sample = one.sample
         self.leaves, self.spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
         self.stay = one.op.name in HOST_ARGUMENTS  # all arguments but the first
-        self.places = [i for i, leaf in enumerate(self.leaves) if _is_strided(leaf) and not (self.stay and i)]
+        self.places = [i for i, leaf in enumerate(self.leaves) if is_strided(leaf) and not (self.stay and i)]
         self.tensors: list[Tensor] = [self.leaves[i] for i in self.places]
         self.differentiable = tuple(i for i, x in enumerate(self.tensors) if x.requires_grad)  # among the tensors
 
@@ -50,7 +50,7 @@ class Arguments:
         return call
 
 
-def _is_strided(leaf: Any) -> bool:
+def is_strided(leaf: Any) -> bool:
     """Also of a tensor that a transform wraps, which has no memory."""
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not (leaf.is_nested or leaf.is_quantized)
 
@@ -116,7 +116,7 @@ def vmap(one: OneSample) -> None:
         else:
             one.comparison("vmap").outcomes(*one.both(call))
     inplace = one.op.get_inplace()
-    if inplace is None or one.sample.broadcasts_input or not _is_strided(one.sample.input):
+    if inplace is None or one.sample.broadcasts_input or not is_strided(one.sample.input):
         return
     for dims in {(0,) * len(arguments.places), (None, *(0,) * (len(arguments.places) - 1))} - {(None,)}:
         batched = batch(arguments.tensors, dims)
@@ -138,7 +138,7 @@ def _weights(out: Tensor) -> Tensor:
 
 
 def _differentiable(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if _is_strided(x) and (x.is_floating_point() or x.is_complex())]
+    return [x for x in tree_leaves(value) if is_strided(x) and (x.is_floating_point() or x.is_complex())]
 
 
 def _real(out: Tensor) -> Tensor:
