@@ -1,35 +1,39 @@
-"""The worker's side of generated calls: runs cases of an operator on the CPU and on the device up to one that fails."""
+"""Makes calls of an operator on the CPU and on the device, and says how each ends.
+
+`check` is for the suite `schemas`: calls from the schema must agree, and damaged ones, which may raise, must not end the
+process. `Calls` is the worker's side of ``--generate``: it draws calls up to one that fails.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from openreg_tools import backends, dispatch
-from openreg_tools.conformance import close_enough, draw, schemas
+from openreg_tools.conformance import close_enough, draw, freed, schemas
 from openreg_tools.conformance.attempts import Attempt, attempts
 from openreg_tools.conformance.close_enough import Plain
 from openreg_tools.conformance.draw import Case, leaves_of
 from openreg_tools.conformance.guarded import Guarded, fenced, stays_within
-from openreg_tools.conformance.outcomes import Comparison, Outcome, Tally, run
+from openreg_tools.conformance.outcomes import Comparison, Outcome, Tally
 from openreg_tools.core import child, from_schema
-from openreg_tools.core import device as devices
 from openreg_tools.core.blocks import first_line
 from openreg_tools.core.move import Move, Stays, StorageOf, is_written
 from openreg_tools.core.samples import Sample
 from openreg_tools.core.variations import is_strided, tensors_of
 
-__all__ = ["Calls"]
+__all__ = ["CHECKS", "Calls", "check"]
 
-BYTES = 1 << 30  # of memory for one call: a huge size is an error, instead of minutes of work
+CHECKS = ("generated", "garbage", freed.CHECK)
 _ELSEWHERE = "an argument is on another device or has no memory, or the call does not name the device"
 _SHARED = "memory is written to that another argument shares"
 # An error that states a rule. An accident in a kernel says something else.
@@ -40,83 +44,93 @@ class _WritesBeyondError(Exception):
     """The CPU's kernel does not check shapes, and writes beyond its arguments."""
 
 
-class Calls:
-    """Runs generated calls on a device, in a worker process.
+@dataclasses.dataclass
+class End:
+    """How a call ended."""
+
+    kind: str  # one of generate.ENDS
+    note: str = ""  # why a difference is allowed, or what differs
+    failure: str = ""  # one of outcomes.KINDS
+
+
+def check(
+    name: str,
+    device: str,
+    samples: int,
+    checks: tuple[str, ...] = CHECKS,
+    at: Callable[[str], None] = lambda where: None,
+) -> Tally:
+    """Make `samples` calls of one operator, and 16 damaged ones for each where the kernel is the device's own."""
+    tally = Tally()
+    if name in schemas.NOT_CALLED:
+        tally.notes["not called"] += 1
+        return tally
+    judge = Judge(device, strict=True)
+
+    def add(check: str, calls: list[Sample], changes: set[str]) -> None:
+        for i, end in judge.ends(
+            name, calls, [changes] * len(calls), lambda i, where: at(f"{check}, sample {i}, {where}")
+        ):
+            tally.ran[check] += 1
+            if end.failure or end.kind == "refused alone" and check == "generated":
+                tally.fail(check, end.failure or "error", i, f"{end.note} ({calls[i]!r})")
+            elif end.note:
+                tally.notes[end.note] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        at("making arguments")
+        calls = schemas.accepted(name, samples)
+        if "generated" in checks and not calls:
+            tally.notes["only refused calls"] += 1
+        if "generated" in checks:
+            add("generated", calls or schemas.refused(name, samples), set())
+        for i, call in enumerate(calls if freed.CHECK in checks else ()):
+            function = functools.partial(schemas.called, name, call)
+            freed.compare(tally, i, f"sample {i}", function, lambda: Move(device), at)
+        if "garbage" in checks and schemas.is_own(name, device):
+            calls = calls or [from_schema.call(name, k) for k in range(samples)]
+            add(
+                "garbage",
+                [from_schema.garbage(name, calls[k % len(calls)], k) for k in range(16 * samples)],
+                {"garbage"},
+            )
+    return tally
+
+
+class Judge:
+    """Makes calls on a device and on the CPU, and says how they end.
 
     Args:
-        given: the samples to start from, as `check` accepts them; the operator's own if there are none.
-        answer: sends the step that may end the process to the parent.
+        strict: also of a wrong call of PyTorch's operators, both sides must raise, or none. `check` is.
     """
 
-    def __init__(self, device: str, given: dict[str, Any], answer: Callable[[Any], None]) -> None:
-        self.device, self.answer = device, answer
+    def __init__(self, device: str, strict: bool = False) -> None:
+        self.device, self.strict = device, strict
         self.alone = torch.device(device).type == "cpu"  # then the reference is contiguous memory
-        self.given = draw.given_samples(given)
-        module = torch.get_device_module(device)
-        if limit := getattr(module, "set_per_process_memory_fraction", None):
-            limit(min(1.0, BYTES / module.mem_get_info(device)[1]), torch.device(device).index)
 
-    def bases(self, name: str) -> list[Sample]:
-        """The calls that cases start from."""
-        return self.given or draw.base_calls(name)
+    def ends(
+        self, name: str, calls: list[Sample], changes: list[set[str]], at: Callable[[int, str], None]
+    ) -> Iterator[tuple[int, End]]:
+        """How each call ends. All are tried on the CPU first, in another process.
 
-    def answer_to(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Does what the parent asks for: generated calls of an operator, or one case again."""
-        match request:
-            case {"generate": name, "count": count, "seed": seed}:
-                return self.run(name, count, seed)
-            case {"case": case}:
-                return self.run_case(case)
-        raise ValueError(request)
-
-    def run(self, name: str, count: int, seed: int) -> dict[str, Any]:
-        """Draw cases of an operator and run them up to the first that fails."""
-        self.answer({"at": "making arguments"})
-        bases = self.bases(name)
-        return self.run_cases(name, bases, list(draw.cases(name, bases, count, seed, aliases=not self.alone)))
-
-    def run_case(self, case: Case) -> dict[str, Any]:
-        """Run one case again; says what is wrong with it if a change does not fit its argument."""
-        self.answer({"at": "making arguments"})
-        bases = self.bases(case["op"])
-        if not 0 <= case["base"] < len(bases):
-            return {"wrong": f"{case['op']} has {len(bases)} calls to start from, from 0 on"}
-        found = self.run_cases(case["op"], bases, [case])
-        return {"wrong": f"a change does not fit: {[*found['notes']][0]}"} if "unfit" in found["ends"] else found
-
-    def run_cases(self, name: str, bases: list[Sample], drawn: list[Case]) -> dict[str, Any]:
-        made: list[tuple[Case, Sample]] = []
-        ends, notes = collections.Counter(), collections.Counter()
-        found = {"ends": ends, "notes": notes, "reached": 0}
-        with warnings.catch_warnings(), schemas.filled_memory():
-            warnings.simplefilter("ignore")
-            for case in drawn:
-                try:
-                    made.append((case, draw.sample_of_case(bases, case)))
-                except Exception as error:
-                    ends["unfit"] += 1
-                    notes.update([first_line(error)] * (len(drawn) == 1))
-            self.answer({"at": "the CPU alone"})
+        Args:
+            changes: the kinds of changes that made each call.
+            at: is told which call is where, because it may end the process.
+        """
+        if not calls:
+            return
+        with schemas.filled_memory():
+            at(0, "the CPU alone")
             on_cpu = schemas.is_on_cpu(name)
-            tried = dict(attempts(len(made), functools.partial(_try_on_cpu, name, made))) if on_cpu else {}
-            for i, (case, sample) in enumerate(made):
-                at = functools.partial(self._at, case)
-                end, note, failure = self.end(name, sample, case, tried.get(i), at)
-                ends[end] += 1
-                notes.update([note] if note and end != "failed" else [])
-                found["reached"] += end in ("equal", "alone", "failed") or end == "allowed" and note != _ELSEWHERE
-                if failure:
-                    said = {"kind": failure, "message": note, "call": f"({sample!r})", "case": case}
-                    return {**found, "failure": said}
-        return found
-
-    def _at(self, case: Case, where: str) -> None:
-        self.answer({"at": where, "case": case})
+            tried = dict(attempts(len(calls), functools.partial(_try_on_cpu, name, calls))) if on_cpu else {}
+            for i, (call, of_call) in enumerate(zip(calls, changes, strict=True)):
+                yield i, End(*self.end(name, call, of_call, tried.get(i), functools.partial(at, i)))
 
     # ---- one case ----
 
     def end(
-        self, name: str, sample: Sample, case: Case, tried: Attempt | None, at: Callable[[str], None]
+        self, name: str, sample: Sample, changes: set[str], tried: Attempt | None, at: Callable[[str], None]
     ) -> tuple[str, str, str]:
         """How a case ends, with a note, and the kind of its failure.
 
@@ -132,30 +146,32 @@ class Calls:
         if tried is None and schemas.is_on_cpu(name):
             return "allowed", "the CPU's kernel hangs", ""  # in so many cases that the others were not tried
         at("cpu")
-        cpu = _outcome(name, sample, Move("cpu")) if tried else None
+        cpu = schemas.outcome_of(name, sample, Move("cpu")) if tried else None
         at("device")
-        there = _outcome(name, sample, Move(self.device))
+        there = schemas.outcome_of(name, sample, Move(self.device))
         internal = "INTERNAL ASSERT"
         if internal in str(there.error) and not (cpu and internal in str(cpu.error)) and not _is_boxing(sample, there):
             return "failed", first_line(there.error), "internal"
         if cpu is None:
-            return ("alone" if there.error is None else "refused alone"), "", ""
+            return ("alone", "", "") if there.error is None else ("refused alone", first_line(there.error), "")
         at("comparison")
         if cpu.error is not None or there.error is not None:
-            return self._raised(name, sample, case, cpu, there)
-        if schemas.is_uncompared(name) or any(change[0] == "garbage" for change in case["changes"]):
+            return self._raised(name, sample, changes, cpu, there)
+        if schemas.is_uncompared(name) or "garbage" in changes:
             return "equal", "", ""
         return self._compared(name, sample, cpu, there, at)
 
-    def _raised(self, name: str, sample: Sample, case: Case, cpu: Outcome, there: Outcome) -> tuple[str, str, str]:
+    def _raised(
+        self, name: str, sample: Sample, changes: set[str], cpu: Outcome, there: Outcome
+    ) -> tuple[str, str, str]:
         """The end of a case in which one side or both raised."""
         if cpu.error is not None and there.error is not None:
             return "both raised", "", ""
         theirs, ours = cpu.error and first_line(cpu.error), there.error and first_line(there.error)
-        custom, said = dispatch.is_custom(name), theirs or ours
+        lenient, said = not dispatch.is_custom(name) and not self.strict, theirs or ours
         if self.alone:
             return "allowed", "refuses a layout", ""
-        if _is_elsewhere(name, sample):
+        if from_schema.is_alone(sample) or not self.strict and _is_elsewhere(name, sample):
             return "allowed", _ELSEWHERE, ""
         if schemas.is_uncompared(name) or name in {**schemas.DIFFERENT, **backends.of_operator(name).differs()}:
             return "allowed", "errors of this operator are not compared", ""
@@ -163,9 +179,9 @@ class Calls:
             return "allowed", "memory", ""
         if theirs and schemas.LACKS_DTYPE.search(theirs):
             return "allowed", "a dtype that the CPU lacks", ""
-        if not custom and not {change[0] for change in case["changes"]} <= draw.SAME_MEANING:
+        if lenient and not changes <= draw.SAME_MEANING:
             return "allowed", "one side refuses a call that is wrong", ""
-        plain = _outcome(name, sample, Plain("cpu"))
+        plain = schemas.outcome_of(name, sample, Plain("cpu"))
         if theirs and plain.error is None:
             wrong = self._off(plain, there, sample) if _is_separate(name, sample) else ""
             if wrong and not self._doubt(name, sample):
@@ -173,13 +189,13 @@ class Calls:
             return "allowed", "the device takes a layout that the CPU refuses", ""
         if ours and close_enough.OVERLAP.search(ours) and not _is_separate(name, sample):
             return "allowed", "the device refuses to write to memory that overlaps", ""
-        if theirs and not custom and not schemas.is_own(name, self.device):
+        if theirs and lenient and not schemas.is_own(name, self.device):
             return "allowed", "the device takes what the CPU refuses", ""
         if ours and plain.error is not None and first_line(plain.error) == ours:
             return "allowed", "the CPU raises this only if the arguments are contiguous", ""
         if note := self._doubt(name, sample):
             return "allowed", note, ""
-        if ours and not custom and _RULE.search(ours):
+        if ours and lenient and _RULE.search(ours):
             return "allowed", "the device states a rule, and the CPU does not", ""
         if theirs:
             return "failed", f"the CPU raised {theirs}", "no error"
@@ -202,7 +218,7 @@ class Calls:
         of_values = [kind for kind, _ in failures if kind in ("value", "shape")]
         if values and separate and not cpu.drew and (custom or of_values):
             at("contiguous memory")
-            plain = _outcome(name, sample, Plain("cpu"))
+            plain = schemas.outcome_of(name, sample, Plain("cpu"))
             wrong = self._off(plain, there, sample) if plain.error is None else ""
             if plain.error is None and (custom or not wrong):
                 failures = [(kind, message) for kind, message in failures if kind not in ("value", "shape")]
@@ -239,16 +255,15 @@ class Calls:
         """How results differ from those in contiguous memory, as "kind: message"."""
         tally = Tally()
         comparison = Comparison(tally, "generated", -1, str(there.mover.device), True)
+        comparison.near["scale"] = close_enough.size_of(sample)
         comparison.results(Outcome(plain.value[0], mover=plain.mover), Outcome(there.value[0], mover=there.mover))
         found = [each for each in tally.failures if each.kind in ("value", "shape")]
-        if not found or close_enough.rounds(sample, comparison.unequal):
-            return ""
-        return f"{found[0].kind}: as the CPU computes in contiguous memory, {found[0].message}"
+        return f"{found[0].kind}: as the CPU computes in contiguous memory, {found[0].message}" if found else ""
 
     def _doubt(self, name: str, sample: Sample) -> str:
         """Why the CPU may cause a difference: its kernel reads beyond its arguments, or its results vary."""
         if dispatch.is_custom(name):  # its CPU kernel is tested too
-            one, other = (_outcome(name, sample, Plain("cpu")) for _ in range(2))
+            one, other = (schemas.outcome_of(name, sample, Plain("cpu")) for _ in range(2))
             varies = one.error is None and other.error is None and self._off(one, other, sample)
             return "the results vary from call to call" if varies else ""
         call = functools.partial(schemas.called, name, sample)
@@ -262,12 +277,76 @@ class Calls:
         return "" if tried.kind == "returned" else "the CPU's kernel reads or writes beyond its arguments, or varies"
 
 
-def _try_on_cpu(name: str, made: list[tuple[Case, Sample]], i: int) -> None:
+class Calls(Judge):
+    """Runs generated calls on a device, in a worker process.
+
+    Args:
+        given: the samples to start from, as `check` accepts them; the operator's own if there are none.
+        answer: sends the step that may end the process to the parent.
+    """
+
+    def __init__(self, device: str, given: dict[str, Any], answer: Callable[[Any], None]) -> None:
+        super().__init__(device)
+        self.answer, self.given = answer, draw.given_samples(given)
+        module = torch.get_device_module(device)
+        if limit := getattr(module, "set_per_process_memory_fraction", None):
+            limit(min(1.0, schemas.BYTES / module.mem_get_info(device)[1]), torch.device(device).index)
+
+    def bases(self, name: str) -> list[Sample]:
+        """The calls that cases start from."""
+        return self.given or draw.base_calls(name)
+
+    def answer_to(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Does what the parent asks for: generated calls of an operator, or one case again.
+
+        If a change of that case does not fit its argument, the answer says what is wrong with it.
+        """
+        self.answer({"at": "making arguments"})
+        case = request.get("case")
+        name = case["op"] if case else request["generate"]
+        bases = self.bases(name)
+        if not case:
+            drawn = draw.cases(name, bases, request["count"], request["seed"], aliases=not self.alone)
+            return self.run_cases(name, bases, list(drawn))
+        if not 0 <= case["base"] < len(bases):
+            return {"wrong": f"{name} has {len(bases)} calls to start from, from 0 on"}
+        found = self.run_cases(name, bases, [case])
+        return {"wrong": f"a change does not fit: {[*found['notes']][0]}"} if "unfit" in found["ends"] else found
+
+    def run_cases(self, name: str, bases: list[Sample], drawn: list[Case]) -> dict[str, Any]:
+        """Run cases up to the first that fails."""
+        cases: list[Case] = []
+        calls: list[Sample] = []
+        ends, notes = collections.Counter(), collections.Counter()
+        found = {"ends": ends, "notes": notes, "reached": 0}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for case in drawn:
+                try:
+                    calls.append(draw.sample_of_case(bases, case))
+                    cases.append(case)
+                except Exception as error:
+                    ends["unfit"] += 1
+                    notes.update([first_line(error)] * (len(drawn) == 1))
+            changes = [{change[0] for change in case["changes"]} for case in cases]
+            for i, end in self.ends(name, calls, changes, lambda i, at: self.answer({"at": at, "case": cases[i]})):
+                ends[end.kind] += 1
+                found["reached"] += end.kind in ("equal", "alone", "failed") or (
+                    end.kind == "allowed" and end.note != _ELSEWHERE
+                )
+                if end.failure:
+                    failed = {"kind": end.failure, "message": end.note, "call": f"({calls[i]!r})", "case": cases[i]}
+                    return {**found, "failure": failed}
+                notes.update([end.note] if end.kind == "allowed" else [])
+        return found
+
+
+def _try_on_cpu(name: str, calls: list[Sample], i: int) -> None:
     """In a forked process: make a call on the CPU, and again between guards."""
-    sample = made[i][1]
+    sample = calls[i]
     try:
-        with child.at_most(BYTES):
-            schemas.run(name, sample, "cpu")
+        with child.at_most(schemas.BYTES):
+            schemas.called(name, sample, Move("cpu"))
     finally:
         if not dispatch.is_custom(name):
             guarded = Guarded(0x5A)
@@ -275,21 +354,6 @@ def _try_on_cpu(name: str, made: list[tuple[Case, Sample]], i: int) -> None:
                 schemas.called(name, sample, guarded)
             if not guarded.is_whole():
                 raise _WritesBeyondError
-
-
-def _outcome(name: str, sample: Sample, move: Move) -> Outcome:
-    """The results and the written arguments of a call; deferred errors are raised here."""
-
-    def call(_: Move) -> Any:
-        with child.at_most(BYTES):
-            found = schemas.called(name, sample, move)
-            if move.device.type not in ("cpu", "meta"):
-                devices.synchronize(move.device)
-        return found
-
-    outcome = run(call, str(move.device))
-    outcome.mover = move
-    return outcome
 
 
 def _is_elsewhere(name: str, sample: Sample) -> bool:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 import torch
 from torch.testing._internal.common_dtype import custom_types
 from torch.testing._internal.opinfo.core import ErrorInput, OpInfo, SampleInput
 
 from openreg_tools.conformance import command as conformance
-from openreg_tools.conformance import cuda_dtypes, freed, graphs, layouts, outcomes, schemas, sweep, training
-from openreg_tools.conformance.attempts import attempts
+from openreg_tools.conformance import (
+    cuda_dtypes,
+    freed,
+    generated_calls,
+    graphs,
+    layouts,
+    outcomes,
+    schemas,
+    sweep,
+    training,
+)
 from openreg_tools.conformance.guarded import Guarded
 from openreg_tools.core import from_schema
 from openreg_tools.core.move import Move
@@ -61,6 +68,10 @@ class Scaled(torch.autograd.Function):
 
 def refuse(*_):
     raise ValueError("refused")
+
+
+def fail_inside(*_):
+    raise RuntimeError("x INTERNAL ASSERT FAILED")
 
 
 # ---- the results of forms ----
@@ -521,67 +532,41 @@ def test_views_between_guards(view):
 # ---- calls made from schemas ----
 
 
-@pytest.fixture
-def one_call(monkeypatch):
-    """An operator of which the CPU refuses the only call."""
-    monkeypatch.setattr(schemas, "accepted", lambda name, samples: [])
-    monkeypatch.setattr(schemas, "refused", lambda name, samples: [Sample(torch.ones(2))])
-    monkeypatch.setattr(schemas, "is_own", lambda name, device: False)
-
-
-@pytest.mark.usefixtures("one_call")
-def test_a_call_that_the_cpu_alone_refuses(monkeypatch):
-    monkeypatch.setattr(schemas, "run", lambda name, call, device: None)
-    report = schemas.check("aten::neg", DEVICE, 1, ("generated",))
-    (failure,) = report.failures
-    assert (failure.check, failure.kind, failure.sample) == ("generated", "no error", 0)
-    assert failure.message.startswith("the CPU refuses ") and report.ran["generated"] == 1
-    monkeypatch.setattr(schemas, "run", refuse)
-    assert not schemas.check("aten::neg", DEVICE, 1, ("generated",)).failures
-
-
 @pytest.mark.parametrize(
     "kind, cpu, there",
     [
         ("value", torch.neg, torch.abs), ("error", torch.neg, refuse), ("no error", refuse, torch.neg),
-        (None, torch.neg, torch.neg), (None, refuse, refuse),
+        (None, torch.neg, torch.neg), (None, refuse, refuse), ("internal", torch.neg, fail_inside),
     ],
 )  # fmt: skip
-def test_a_call_whose_outcome_differs_from_the_cpus(monkeypatch, kind, cpu, there):
+@pytest.mark.parametrize("check", ["generated", "garbage"])
+@pytest.mark.parametrize("space", ["aten", "test_sees"])
+def test_a_call_whose_outcome_differs_from_the_cpus(monkeypatch, kind, cpu, there, check, space):
+    """Also a damaged call has to raise on both sides or on none, but then its values are not compared."""
     monkeypatch.setattr(schemas, "accepted", lambda name, samples: [Sample(torch.ones(2))])
-    with torch.library._scoped_library("test_sees", "DEF") as library:
-        library.define("f(Tensor x) -> Tensor")
-        library.impl("f", lambda x: cpu(x), "CPU")
-        library.impl("f", lambda x: there(x), "PrivateUse1")
-        report = schemas.check("test_sees::f", DEVICE, 1, ("generated",))
-    assert kinds(report) == ({("generated", kind)} if kind else set()) and report.ran["generated"] == 1
+    monkeypatch.setattr(schemas, "is_own", lambda name, device: True)
+    monkeypatch.setattr(from_schema, "garbage", lambda name, call, k: call)
+    name = f"f_{check}_{kind}_{cpu.__name__}".replace(" ", "_")
+    with torch.library._scoped_library(space, "FRAGMENT") as library:
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, lambda x: cpu(x), "CPU")
+        library.impl(name, lambda x: there(x), "PrivateUse1")
+        report = generated_calls.check(f"{space}::{name}", DEVICE, 1, (check,))
+    differs = kind and (kind, check) != ("value", "garbage")
+    assert kinds(report) == ({(check, kind)} if differs else set())
+    assert report.ran[check] == (1 if check == "generated" else 16)
 
 
-@pytest.mark.parametrize("setting", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("setting", [(False, False), (True, True)])
 def test_the_choice_of_deterministic_algorithms_stays(monkeypatch, setting):
     monkeypatch.setattr(schemas, "accepted", lambda name, samples: [Sample(torch.ones(2))])
     torch.use_deterministic_algorithms(setting[0], warn_only=setting[1])
     try:
-        schemas.check("aten::neg", DEVICE, 1, ("generated",))
+        generated_calls.check("aten::neg", DEVICE, 1, ("generated",))
         now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
     assert now == setting
-
-
-@pytest.mark.parametrize("kind", ["internal", "error", "no error", None])
-def test_garbage(monkeypatch, kind):
-    run = schemas.run
-
-    def wrong(name, call, device):
-        if device == "cpu" or kind is None:
-            return run(name, call, device)
-        if kind != "no error":
-            raise RuntimeError("INTERNAL ASSERT FAILED" if kind == "internal" else "refused")
-
-    monkeypatch.setattr(schemas, "run", wrong)
-    report = schemas.check("aten::mm", DEVICE, 1, ("garbage",))
-    assert report.ran["garbage"] == 16 and {k for _, k in kinds(report)} == ({kind} if kind else set())
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning", "ignore:The PyTorch API of nested")
@@ -595,18 +580,6 @@ def test_a_damaged_list_of_tensors_resembles_the_right_one():
             seen |= {(tuple(x.shape), x.dtype) for x in others if isinstance(x, torch.Tensor) and not x.is_nested}
     assert any(shape == (5, 7) and dtype != torch.int8 for shape, dtype in seen), seen
     assert any(shape != (5, 7) and dtype == torch.int8 for shape, dtype in seen), seen
-
-
-def test_a_survey_ends_when_enough_returned():
-    made = attempts(9, lambda i: refuse() if i % 2 else None, enough=3)
-    assert [(i, outcome.kind) for i, outcome in made] == [
-        (0, "returned"), (1, "raised"), (2, "returned"), (3, "raised"), (4, "returned"),
-    ]  # fmt: skip
-
-
-def test_three_calls_that_hang_end_a_survey():
-    hung = attempts(9, lambda i: signal.pause(), enough=1, seconds=0.2)
-    assert [outcome.kind for _, outcome in hung] == ["hung"] * 3
 
 
 # ---- modules ----

@@ -14,11 +14,12 @@ import torch
 from processes import forking, python
 from test_conformance import command
 
-from openreg_tools.conformance import attempts, generate, schemas
+from openreg_tools.conformance import attempts, generate, generated_calls, schemas
 from openreg_tools.conformance.command import dtypes_of, run_case
 from openreg_tools.conformance.worker import Worker
 from openreg_tools.core import from_schema, opinfo
 from openreg_tools.core.known_arguments import SAMPLES
+from openreg_tools.core.move import Move
 
 pytestmark = pytest.mark.conformance
 
@@ -98,7 +99,7 @@ def test_the_cpu_accepts_the_known_arguments():
     for name in SAMPLES:
         if schemas.is_on_cpu(name):
             for call in schemas.accepted(name, 2):
-                schemas.run(name, call, "cpu")
+                schemas.called(name, call, Move("cpu"))
 
 
 def test_the_form_without_out():
@@ -109,7 +110,7 @@ def test_the_form_without_out():
 
 
 def test_an_out_form_that_the_cpu_does_not_have():
-    report = schemas.check("aten::batch_norm_stats.out", "openreg", 2)
+    report = generated_calls.check("aten::batch_norm_stats.out", "openreg", 2)
     assert report.ran["generated"] >= 2 and not report.failures and not report.notes["only refused calls"]
 
 
@@ -133,7 +134,7 @@ def test_out_tensors_have_the_dtype_of_the_inputs_or_another(name, outs):
 
 def test_arguments_recorded_from_opinfo():
     (call, *_) = opinfo.calls_of(torch.ops.aten.convolution_backward.default, "nn.functional.conv2d")
-    assert schemas.run("aten::convolution_backward", call, "cpu")[0]
+    assert schemas.called("aten::convolution_backward", call, Move("cpu"))[0]
 
 
 @pytest.mark.parametrize(
@@ -154,11 +155,11 @@ def test_calls_that_the_cpu_refuses(key, errors):
         library.impl(name, refuses, "CPU")
         if key != "CPU":
             library.impl(name, lambda x, n: x + n, key)
-        report = schemas.check(f"test_schemas::{name}", "openreg", 3, ("generated",), at.append)
+        report = generated_calls.check(f"test_schemas::{name}", "openreg", 3, ("generated",), at.append)
     finally:
         library._destroy()
     assert report.ran["generated"] == 3 and report.notes["only refused calls"] == 1
-    assert at[1:] == [f"generated, refused sample {i}" for i in range(3)]
+    assert [where for where in at if where.endswith("device")] == [f"generated, sample {i}, device" for i in range(3)]
     assert [failure.kind for failure in report.failures] == errors
 
 
@@ -175,7 +176,10 @@ def test_a_call_that_ends_or_hangs_its_process_costs_one_attempt():
     assert [outcomes[i].kind for i in range(6)] == ["returned", "crashed", "returned", "raised", "hung", "returned"]
     assert outcomes[1].message == "signal 11: Fatal Python error: Segmentation fault"
     assert outcomes[3].message == "ValueError: no"
-    assert [i for i, _ in attempts.attempts(6, lambda i: None, enough=2)] == [0, 1]
+    enough = attempts.attempts(9, lambda i: 1 / (1 - i % 2), enough=3)
+    assert [outcome.kind for _, outcome in enough] == ["returned", "raised", "returned", "raised", "returned"]
+    hung = attempts.attempts(9, lambda i: signal.pause(), enough=1, seconds=0.2)
+    assert [outcome.kind for _, outcome in hung] == ["hung"] * 3
 
 
 # ---- what the checks found ----
