@@ -8,8 +8,6 @@ float32.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
@@ -22,7 +20,6 @@ from openreg_tools.conformance import transforms
 from openreg_tools.conformance.one_sample import OneSample, empty, sized
 from openreg_tools.conformance.outcomes import Comparison, Outcome, Tally, is_simple, run
 from openreg_tools.core import opinfo
-from openreg_tools.core.blocks import first_line
 from openreg_tools.core.compare import has_numbers
 from openreg_tools.core.move import Move
 
@@ -164,13 +161,16 @@ class _Rounded(Comparison):
     def aliases(self, *_: Any) -> None:
         pass
 
+    def returned(self, cpu: Outcome, device: Outcome, kind: str = "error", where: str = "") -> bool:
+        return super().returned(cpu, device, "error", where)
+
     def tensors(self, expected: torch.Tensor, actual: torch.Tensor, kind: str = "value") -> None:
         super().tensors(expected.resolve_conj(), actual.resolve_conj(), kind)
 
     def close(self, expected: torch.Tensor, actual: torch.Tensor, kind: str) -> None:
-        if self.check == "autocast" and not has_numbers(expected):
-            return  # an index, which rounding may change
         if self.check == "autocast":
+            if not has_numbers(expected):
+                return  # an index, which rounding may change
             self.near = {"coarse": ROUNDED[self.dtype]}
         elif kind == "gradient":  # it passes through several operators
             self.near = {"factor": 0.5}
@@ -267,69 +267,53 @@ def check_dtype(
 # ---- autocast ----
 
 
+class _UnderAutocast(OneSample):
+    """Compares the device under autocast with the device in float32, or with the CPU under autocast."""
+
+    on_cpu = False
+
+    def __init__(self, op: Any, sample: Any, index: int, device: str, tally: Tally, dtype: torch.dtype) -> None:
+        super().__init__(op, sample, index, device, tally)
+        self.dtype = dtype
+
+    def comparison(self, check: str) -> Comparison:
+        return _Rounded(self, check, self.dtype)
+
+    def both(self, call: Callable[[Move], Any], requires_grad: bool = False) -> tuple[Outcome, Outcome]:
+        place = "cpu" if self.on_cpu else self.device
+        with torch.autocast(torch.device(place).type, dtype=self.dtype, enabled=self.on_cpu):
+            expected = run(call, place, requires_grad)
+        if expected.error:
+            return expected, expected  # it fails without autocast too
+        with torch.autocast(torch.device(self.device).type, dtype=self.dtype):
+            actual = run(call, self.device, requires_grad)
+        self.values &= not actual.drew
+        actual.value, actual.drew = _as(actual.value, expected.value), False
+        expected.drew = False
+        return expected, actual
+
+
 def check_autocast(op: Any, device: str, samples: int, tally: Tally, at: Callable[[str], None]) -> None:
     """What runs in float32 must run under autocast in float16 and bfloat16, with nearly equal results and gradients."""
     backward = op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")
     if op.full_name in REFUSED_UNDER_AUTOCAST:
         return
     for i, sample in enumerate(opinfo.samples(op, torch.float32, backward, samples)):
-        one = OneSample(op, sample, i, device, Tally())
-        plain = _outcomes(one, contextlib.nullcontext(), backward)
-        if any(outcome.error for outcome in plain):
-            continue
-        transformed = backward and not run(functools.partial(_transformed, one), device).error
         for dtype in ROUNDED:
             at(f"autocast, sample {i}")
-            tally.ran["autocast"] += 1
-            context = torch.autocast(torch.device(device).type, dtype=dtype)
-            cast = _outcomes(one, context, backward)
-            found = _far(one, plain, cast, dtype)
-            if any(each.kind in ("value", "gradient") for each in found) and not any(outcome.error for outcome in cast):
-                on_cpu = OneSample(op, sample, i, "cpu", Tally())
-                cpu = _outcomes(on_cpu, torch.autocast("cpu", dtype=dtype), backward)
+            one = _UnderAutocast(op, sample, i, device, Tally(), dtype)
+            check = one.backward if backward else one.forward
+            check("autocast")
+            if one.tally.failures and {failure.kind for failure in one.tally.failures} <= {"value", "gradient"}:
+                found, one.tally, one.on_cpu = one.tally, Tally(), True
+                check("autocast")
                 # float16 changes the softmax of large scores by 2 %.
-                if not _far(one, cpu, cast, dtype):
-                    tally.notes["as far from float32 as autocast on the CPU"] += 1
-                    found = []
-            tally.failures += found
-            if transformed:
-                with context:
-                    again = run(functools.partial(_transformed, one), device)
-                if again.error:
-                    message = f"{dtype}, torch.func.grad: {first_line(again.error)}"
-                    tally.fail("autocast", "gradient", i, message)
-
-
-def _outcomes(one: OneSample, context: Any, backward: bool) -> list[Outcome]:
-    """The outcome of a call, and that of its backward."""
-
-    def call(move: Move) -> Any:
-        with context:
-            return one.call(one.op, move)
-
-    result = run(call, one.device, backward)
-    if result.error or not backward:
-        return [result]
-    return [result, run(lambda _: one.gradient(result), result.mover)]
-
-
-def _far(one: OneSample, expected: list[Outcome], actual: list[Outcome], dtype: torch.dtype) -> list[Any]:
-    """Where half precision differs from float32 by more than rounding explains."""
-    tally, (plain, *gradients), (cast, *others) = Tally(), expected, actual
-    comparison = _Rounded(OneSample(one.op, one.sample, one.index, one.device, tally), "autocast", dtype)
-    comparison.values &= not cast.drew
-    if comparison.returned(plain, cast):
-        cast = Outcome(_as(cast.value, plain.value), mover=cast.mover)
-        comparison.results(plain, cast)
-        if gradients and others and comparison.values:
-            comparison.gradients(gradients[0], others[0])
-    return tally.failures
-
-
-def _transformed(one: OneSample, move: Move) -> Any:
-    """torch.func.grad of one sample, where code of the backend above the dispatcher receives wrapped tensors."""
-    arguments = transforms.Arguments(one)
-    if not arguments.differentiable:
-        return None
-    gradient = torch.func.grad(transforms.loss(arguments.function(one.op, move)), arguments.differentiable)
-    return gradient(*[move(x) for x in arguments.tensors])
+                if one.tally.failures:
+                    one.tally = found
+                else:
+                    one.tally.notes["as far from float32 as autocast on the CPU"] += 1
+            tally.add(one.tally)
+            if backward:  # where code of the backend above the dispatcher receives wrapped tensors
+                one = _UnderAutocast(op, sample, i, device, tally, dtype)
+                one.values = False
+                transforms.grad(one, "autocast")

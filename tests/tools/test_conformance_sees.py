@@ -332,7 +332,7 @@ class Raises(Scaled):
         ("device", lambda x: x.cpu() * 2),
         ("error", refuse),
         ("gradient", Scaled.apply),
-        ("gradient", Raises.apply),
+        ("error", Raises.apply),
         ("gradient", lambda x: double(x.detach())),
     ],
     ids=["value", "dtype", "shape", "structure", "device", "error", "gradient", "no backward", "detached"],
@@ -370,7 +370,7 @@ def under_autocast(wrong, right=lambda x: x * 2):
         return wrong(x) if torch.is_autocast_enabled(DEVICE) else right(x)
 
     report = cuda_dtypes.check(operator(function), torch.float32, DEVICE, 1, ("autocast",))
-    assert report.ran["autocast"] == 2
+    assert report.ran["autocast"] == 4
     return report
 
 
@@ -388,7 +388,7 @@ def only_in_functorch(x):
         ("structure", lambda x: (x * 2, x), "but got TreeSpec(tuple"),
         ("gradient", Scaled.apply, "a gradient differs in "),
         ("gradient", lambda x: x.detach() * 2, "input 0: expected a gradient"),
-        ("gradient", only_in_functorch, "torch.func.grad: ValueError: refused"),
+        ("error", only_in_functorch, "ValueError: refused"),
     ],
     ids=["error", "value", "shape", "structure", "gradient", "no gradient", "functorch"],
 )
@@ -402,7 +402,7 @@ def test_autocast(kind, wrong, sentence):
 
 def test_autocast_of_a_right_operator():
     rounded = under_autocast(lambda x: (x * 2).to(torch.get_autocast_dtype(DEVICE)))
-    assert not rounded.failures and not rounded.notes
+    assert not rounded.failures and set(rounded.notes) == {"rounding"}
     assert not under_autocast(lambda x: (x * 2, None)[0]).failures
 
 
@@ -419,7 +419,7 @@ def test_what_fails_without_autocast_is_not_its_affair():
     report = cuda_dtypes.check(
         operator(lambda x: x * 2 if x.is_cpu else refuse()), torch.float32, DEVICE, 1, ("autocast",)
     )
-    assert not report.ran and not report.failures
+    assert not report.failures
 
 
 # ---- arguments without memory ----
