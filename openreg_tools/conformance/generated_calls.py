@@ -72,29 +72,26 @@ def check(
             name, calls, [changes] * len(calls), lambda i, where: at(f"{check}, sample {i}, {where}")
         ):
             tally.ran[check] += 1
-            if end.failure or end.kind == "refused alone" and check == "generated":
+            if end.failure or end.kind == "refused alone" and check == "generated" and accepted:
                 tally.fail(check, end.failure or "error", i, f"{end.note} ({calls[i]!r})")
-            elif end.note:
+            elif end.kind == "allowed":
                 tally.notes[end.note] += 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         at("making arguments")
-        calls = schemas.accepted(name, samples)
-        if "generated" in checks and not calls:
+        accepted = schemas.accepted(name, samples)
+        if "generated" in checks and not accepted:
             tally.notes["only refused calls"] += 1
         if "generated" in checks:
-            add("generated", calls or schemas.refused(name, samples), set())
-        for i, call in enumerate(calls if freed.CHECK in checks else ()):
+            add("generated", accepted or schemas.refused(name, samples), set())
+        for i, call in enumerate(accepted if freed.CHECK in checks else ()):
             function = functools.partial(schemas.called, name, call)
             freed.compare(tally, i, f"sample {i}", function, lambda: Move(device), at)
         if "garbage" in checks and schemas.is_own(name, device):
-            calls = calls or [from_schema.call(name, k) for k in range(samples)]
-            add(
-                "garbage",
-                [from_schema.garbage(name, calls[k % len(calls)], k) for k in range(16 * samples)],
-                {"garbage"},
-            )
+            good = accepted or [from_schema.call(name, k) for k in range(samples)]
+            damaged = [from_schema.garbage(name, good[k % len(good)], k) for k in range(16 * samples)]
+            add("garbage", damaged, {"garbage"})
     return tally
 
 
