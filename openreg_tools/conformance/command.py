@@ -65,7 +65,7 @@ def check(
     if name.startswith("optim."):
         return training.check_optimizer(training.optimizers()[name], getattr(torch, dtype), device, checks, at)
     op, type_ = opinfo.database()[name], getattr(torch, dtype)
-    tally = sweep.check(op, type_, device, samples, tuple(each for each in checks if each in sweep.CHECKS), at)
+    tally = sweep.check(op, type_, device, samples, tuple(check for check in checks if check in sweep.CHECKS), at)
     tally.add(cuda_dtypes.check(op, type_, device, samples, checks, at))
     return tally
 
@@ -250,7 +250,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     pattern, dtypes = re.compile(arguments.ops), dtypes_of(arguments.suites, arguments.device)
-    cases = [(name, d) for name, each in dtypes.items() if pattern.search(name) for d in each if d in arguments.dtypes]
+    cases = [(name, d) for name, of in dtypes.items() if pattern.search(name) for d in of if d in arguments.dtypes]
     if not cases:
         raise Wrong(f"nothing matches --ops {arguments.ops!r} with dtypes {', '.join(arguments.dtypes)}")
     path = arguments.out or Path("out") / f"conformance-{arguments.device.replace(':', '')}.jsonl"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -84,23 +83,6 @@ def check(
 # ---- dtypes ----
 
 
-def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
-    """With fractions, because a quotient of floats may round into the next bin."""
-    low, high = int(min), int(max)
-    if low == high and x.numel():
-        low, high = int(x.min()), int(x.max())
-    if low == high:
-        low, high = low - 1, high + 1
-    counts = [0] * bins
-    for value in x.flatten().tolist():
-        if low <= value <= high:
-            counts[int(min_(Fraction((value - low) * bins, high - low), bins - 1))] += 1
-    return torch.tensor(counts, dtype=x.dtype)
-
-
-min_ = min
-
-
 def _without_nan(x: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isnan(x), 0, x)
 
@@ -112,7 +94,7 @@ def _nanmean(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 # The CPU has no wider dtype for these either.
 REFERENCES: dict[str, Callable] = {
-    "histc": _histc,
+    "histc": lambda x, *args, **kwargs: torch.histc(x.to(torch.float64), *args, **kwargs),
     "nansum": lambda x, *args, **kwargs: torch.sum(_without_nan(x), *args, **kwargs),
     "nanmean": _nanmean,
 }
@@ -153,10 +135,7 @@ class _Rounded(Comparison):
 
     def __init__(self, one: OneSample, check: str, dtype: torch.dtype) -> None:
         super().__init__(one.tally, check, one.index, one.device, one.values)
-        self.dtype = dtype
-
-    def fail(self, kind: str, message: str) -> None:
-        super().fail(kind, f"{self.dtype}: {message}")
+        self.dtype, self.where = dtype, f"{dtype}: "
 
     def aliases(self, *_: Any) -> None:
         pass

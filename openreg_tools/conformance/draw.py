@@ -150,7 +150,7 @@ def given_samples(given: dict[str, Any]) -> list[Sample]:
     if given.get("samples"):
         module, _, path = given["samples"].partition(":")
         function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-        samples = [sample_of(each) for each in function("cpu", torch.float32)]
+        samples = [sample_of(sample) for sample in function("cpu", torch.float32)]
     to_cpu = Move("cpu", source=None)
     return [Sample(*to_cpu(sample.args), **to_cpu(sample.kwargs)) for sample in samples]
 

@@ -209,7 +209,7 @@ class Judge:
             return "allowed", "random numbers are drawn in the order of memory", ""
         comparison = Comparison(tally, "generated", -1, self.device, values)
         comparison.outcomes(cpu, there)
-        failures = [(each.kind, each.message) for each in tally.failures]
+        failures = [(failure.kind, failure.message) for failure in tally.failures]
         if not failures and values and not self.alone and not tally.notes["strides"]:
             failures += close_enough.beside(sample, cpu, there)
         of_values = [kind for kind, _ in failures if kind in ("value", "shape")]
@@ -254,7 +254,7 @@ class Judge:
         comparison = Comparison(tally, "generated", -1, str(there.mover.device), True)
         comparison.near["scale"] = close_enough.size_of(sample)
         comparison.results(Outcome(plain.value[0], mover=plain.mover), Outcome(there.value[0], mover=there.mover))
-        found = [each for each in tally.failures if each.kind in ("value", "shape")]
+        found = [failure for failure in tally.failures if failure.kind in ("value", "shape")]
         return f"{found[0].kind}: as the CPU computes in contiguous memory, {found[0].message}" if found else ""
 
     def _doubt(self, name: str, sample: Sample) -> str:

@@ -178,17 +178,18 @@ class Comparison:
     Attributes:
         near: how far results may be apart, as `core.compare.apart` takes it. By default, it is a quarter of what `check`
             allows, because the other side computes the same, and not in another way.
+        where: how messages begin.
     """
 
     def __init__(self, tally: Tally, check: str, sample: int, device: str, values: bool) -> None:
         self.tally, self.check, self.sample, self.values = tally, check, sample, values
-        self.device = torch.device(device)
+        self.device, self.where = torch.device(device), ""
         self.exact, self.near = False, {"factor": 0.25}
         # The results whose values differ: the CPU's, and the device's.
         self.unequal: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def fail(self, kind: str, message: str) -> None:
-        self.tally.fail(self.check, kind, self.sample, message)
+        self.tally.fail(self.check, kind, self.sample, f"{self.where}{message}")
 
     def outcomes(self, cpu: Outcome, device: Outcome) -> bool:
         """Returns true if both returned; if so, their values are compared."""

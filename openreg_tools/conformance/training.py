@@ -182,10 +182,9 @@ def check_optimizer(
             if "step" in checks and not options.get("capturable"):  # which is for graphs
                 at(f"step, sample {i}")
                 one = OneSample(info, None, i, device, tally)
-                before = len(tally.failures)
-                one.comparison("step").outcomes(*one.both(functools.partial(train, options)))
-                for failure in tally.failures[before:]:
-                    failure.message = f"{what}: {failure.message}"
+                comparison = one.comparison("step")
+                comparison.where = f"{what}: "
+                comparison.outcomes(*one.both(functools.partial(train, options)))
             numbers = tree_leaves([options])
             if not graph or info.has_capturable_arg and options.get("differentiable"):
                 continue
