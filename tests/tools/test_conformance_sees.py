@@ -74,6 +74,14 @@ def fail_inside(*_):
     raise RuntimeError("x INTERNAL ASSERT FAILED")
 
 
+def half(op):
+    """The report of the check of float16, which the CPU lacks."""
+    report = cuda_dtypes.check(op, torch.float32, DEVICE, 1, ("cuda_dtypes",))
+    assert report.ran["cuda_dtypes"] and {failure.check for failure in report.failures} <= {"cuda_dtypes"}
+    assert all(failure.message.startswith("torch.float16: ") for failure in report.failures)
+    return report
+
+
 # ---- the results of forms ----
 
 
@@ -104,7 +112,8 @@ def replaced(x, out):
 def test_out(kind, device_side):
     assert not sweep.check(with_out(lambda x, out: torch.mul(x, 2, out=out)), torch.float32, DEVICE).failures
     report = sweep.check(with_out(device_side), torch.float32, DEVICE, checks=("out",))
-    assert report.failures and {failure.check for failure in report.failures} == {"out"}, kinds(report)
+    assert ("out", kind) in kinds(report) and {failure.check for failure in report.failures} == {"out"}, kinds(report)
+    assert ("cuda_dtypes", kind) in kinds(half(with_out(device_side)))
 
 
 class ScaledInPlace(torch.autograd.Function):
@@ -135,6 +144,7 @@ def test_in_place(kind, inplace):
     op = operator(lambda x: x * 2, inplace_variant=inplace)
     report = sweep.check(op, torch.float32, DEVICE, checks=("inplace", "backward"))
     assert report.ran["inplace"] == 2 and (kinds(report) >= {("inplace", kind)} if kind else not report.failures)
+    assert ("cuda_dtypes", kind) in kinds(half(op)) if kind else not half(op).failures
 
 
 @pytest.mark.parametrize("check", ["forward", "inplace", "out"])
@@ -286,34 +296,33 @@ def test_a_wrong_derivative_beside_a_result_without_one(check, more):
 # ---- dtypes that the CPU lacks ----
 
 
-def half(function, **options):
-    report = cuda_dtypes.check(operator(function, **options), torch.float32, DEVICE, 1, ("cuda_dtypes",))
-    assert report.ran["cuda_dtypes"] and {failure.check for failure in report.failures} <= {"cuda_dtypes"}
-    assert all(failure.message.startswith("torch.float16: ") for failure in report.failures)
-    return report
-
-
 def double(x, *, out=None):
     return torch.mul(x, 2, out=out)
 
 
 def on_device(device_side):
     """`double`, but for `device_side` on the device."""
-
-    def function(x, *, out=None):
-        more = () if out is None else (out,)
-        return double(x, out=out) if x.device.type in ("cpu", "meta") else device_side(x, *more)
-
-    return function
+    return operator(lambda x: double(x) if x.device.type in ("cpu", "meta") else device_side(x))
 
 
 def test_half_types_of_a_right_operator():
-    assert not half(lambda x: x * torch.nan, inplace_variant=lambda x: x.mul_(torch.nan)).failures
-    assert not half(double, supports_out=True, inplace_variant=lambda x: x.mul_(2)).failures
-    assert not half(lambda x: (x * 2, x * 3)).failures
-    assert not half(lambda x: x > 1, inplace_variant=lambda x: refuse()).failures, "another dtype does not fit"
-    unwritten = half(lambda x, *, out=None: x * 2, supports_out=True)
+    assert not half(operator(lambda x: x * torch.nan, inplace_variant=lambda x: x.mul_(torch.nan))).failures
+    assert not half(operator(double, supports_out=True)).failures
+    assert not half(operator(lambda x: (x * 2, x * 3))).failures
+    assert not half(operator(lambda x: x > 1, inplace_variant=lambda x: refuse())).failures, "a bool does not fit"
+    unwritten = half(operator(lambda x, *, out=None: x * 2, supports_out=True))
     assert not unwritten.failures and unwritten.notes["out= is not written by PyTorch's composite"] == 1
+
+
+def test_half_types_in_out_of_other_strides_and_sizes():
+    def strict(x, out):
+        return torch.mul(x, 2, out=out) if out.is_contiguous() else refuse()
+
+    def short(x, out):
+        return torch.mul(x, 2, out=out) if out.numel() else out
+
+    assert kinds(half(with_out(strict))) == {("cuda_dtypes", "error")}
+    assert ("cuda_dtypes", "shape") in kinds(half(with_out(short)))
 
 
 class Raises(Scaled):
@@ -339,27 +348,6 @@ class Raises(Scaled):
 )
 def test_half_types(kind, device_side):
     assert ("cuda_dtypes", kind) in kinds(half(on_device(device_side)))
-
-
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        ("value", {"inplace_variant": lambda x: x.mul_(2 if x.is_cpu else 3)}),
-        ("structure", {"inplace_variant": lambda x: x.mul_(2) if x.is_cpu else x * 2}),
-        ("error", {"inplace_variant": lambda x: x.mul_(2) if x.is_cpu else refuse()}),
-        ("value", {"out": lambda x, out: torch.mul(x, 3, out=out)}),
-        ("error", {"out": lambda x, out: torch.mul(x, 2, out=out) if out.is_contiguous() else refuse()}),
-        ("shape", {"out": lambda x, out: torch.mul(x, 2, out=out) if out.numel() else out}),
-    ],
-    ids=["in place: value", "in place: other", "in place: error", "out: value", "out: strides", "out: size"],
-)
-def test_half_types_of_forms(kind, options):
-    """The functional form is right."""
-    if device_side := options.pop("out", None):
-        function = on_device(lambda x, *out: device_side(x, *out) if out else double(x))
-        assert ("cuda_dtypes", kind) in kinds(half(function, supports_out=True))
-    else:
-        assert ("cuda_dtypes", kind) in kinds(half(double, **options))
 
 
 # ---- autocast ----
