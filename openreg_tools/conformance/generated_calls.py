@@ -35,6 +35,7 @@ __all__ = ["CHECKS", "Calls", "check"]
 
 CHECKS = ("generated", "garbage", freed.CHECK)
 _ELSEWHERE = "an argument is on another device or has no memory, or the call does not name the device"
+_INTERNAL = "INTERNAL ASSERT"
 _SHARED = "memory is written to that another argument shares"
 # An error that states a rule. An accident in a kernel says something else.
 _RULE = re.compile(r"\b(must|should|expect(s|ed)?|requires?|only|supports?|not (yet )?(implemented|supported))\b", re.I)
@@ -65,12 +66,12 @@ def check(
     if name in schemas.NOT_CALLED:
         tally.notes["not called"] += 1
         return tally
-    judge = Judge(device, strict=True)
 
     def add(check: str, calls: list[Sample], changes: set[str]) -> None:
-        for i, end in judge.ends(
-            name, calls, [changes] * len(calls), lambda i, where: at(f"{check}, sample {i}, {where}")
-        ):
+        def where(i: int, place: str) -> None:
+            at(f"{check}, sample {i}, {place}")
+
+        for i, end in ends(name, calls, [changes] * len(calls), device, where, strict=True):
             tally.ran[check] += 1
             if end.failure or end.kind == "refused alone" and check == "generated" and accepted:
                 tally.fail(check, end.failure or "error", i, f"{end.note} ({calls[i]!r})")
@@ -95,175 +96,181 @@ def check(
     return tally
 
 
-class Judge:
-    """Makes calls on a device and on the CPU, and says how they end.
+def ends(
+    name: str,
+    calls: list[Sample],
+    changes: list[set[str]],
+    device: str,
+    at: Callable[[int, str], None],
+    strict: bool = False,
+) -> Iterator[tuple[int, End]]:
+    """How calls end. All are tried on the CPU first, in another process.
 
     Args:
-        strict: also of a wrong call of PyTorch's operators, both sides must raise, or none. `check` is.
+        changes: the kinds of changes that made each call.
+        at: is told which call is where, because it may end the process.
+        strict: also of a wrong call of PyTorch's operators, both sides must raise, or none.
     """
+    if not calls:
+        return
+    with schemas.filled_memory():
+        at(0, "the CPU alone")
+        on_cpu = schemas.is_on_cpu(name)
+        tried = dict(attempts(len(calls), functools.partial(_try_on_cpu, name, calls))) if on_cpu else {}
+        for i, (call, of_call) in enumerate(zip(calls, changes, strict=True)):
+            yield i, Call(name, call, device, of_call, functools.partial(at, i), strict).end(tried.get(i))
 
-    def __init__(self, device: str, strict: bool = False) -> None:
-        self.device, self.strict = device, strict
-        self.alone = torch.device(device).type == "cpu"  # then the reference is contiguous memory
 
-    def ends(
-        self, name: str, calls: list[Sample], changes: list[set[str]], at: Callable[[int, str], None]
-    ) -> Iterator[tuple[int, End]]:
-        """How each call ends. All are tried on the CPU first, in another process.
+@dataclasses.dataclass
+class Call:
+    """One call on a device and on the CPU."""
 
-        Args:
-            changes: the kinds of changes that made each call.
-            at: is told which call is where, because it may end the process.
-        """
-        if not calls:
-            return
-        with schemas.filled_memory():
-            at(0, "the CPU alone")
-            on_cpu = schemas.is_on_cpu(name)
-            tried = dict(attempts(len(calls), functools.partial(_try_on_cpu, name, calls))) if on_cpu else {}
-            for i, (call, of_call) in enumerate(zip(calls, changes, strict=True)):
-                yield i, End(*self.end(name, call, of_call, tried.get(i), functools.partial(at, i)))
+    name: str
+    sample: Sample
+    device: str
+    changes: set[str] = dataclasses.field(default_factory=set)
+    at: Callable[[str], None] = lambda where: None
+    strict: bool = False
 
-    # ---- one case ----
+    def __post_init__(self) -> None:
+        self.custom = dispatch.is_custom(self.name)  # its CPU kernel is tested too
+        self.alone = torch.device(self.device).type == "cpu"  # then the reference is contiguous memory
 
-    def end(
-        self, name: str, sample: Sample, changes: set[str], tried: Attempt | None, at: Callable[[str], None]
-    ) -> tuple[str, str, str]:
-        """How a case ends, with a note, and the kind of its failure.
+    def on(self, move: Move) -> Outcome:
+        return schemas.outcome_of(self.name, self.sample, move)
 
-        "equal", "both raised", "allowed", "failed"; "alone" and "refused alone" where the CPU has no kernel.
-        """
-        is_tested = (dispatch.is_custom(name) or schemas.is_of_package(name)) and not from_schema.is_alone(sample)
+    @functools.cached_property
+    def plain(self) -> Outcome:
+        """What the CPU gives in contiguous memory."""
+        return self.on(Plain("cpu"))
+
+    @functools.cached_property
+    def separate(self) -> bool:
+        return _is_separate(self.name, self.sample)
+
+    def end(self, tried: Attempt | None) -> End:
+        """How the call ends, if `tried` is how it ended on the CPU alone; None if that was not tried."""
+        package = self.custom or schemas.is_of_package(self.name)
         if tried and tried.kind in ("crashed", "hung"):
-            if is_tested:
-                return "failed", f"on the CPU: {tried.message}", "crash" if tried.kind == "crashed" else "timeout"
-            return "allowed", f"the CPU's kernel {'ends the process' if tried.kind == 'crashed' else 'hangs'}", ""
+            crashed = tried.kind == "crashed"
+            if package and not from_schema.is_alone(self.sample):
+                return End("failed", f"on the CPU: {tried.message}", "crash" if crashed else "timeout")
+            return End("allowed", f"the CPU's kernel {'ends the process' if crashed else 'hangs'}")
         if tried and _WritesBeyondError.__name__ in tried.message:
-            return "allowed", "the CPU's kernel writes beyond its arguments", ""
-        if tried is None and schemas.is_on_cpu(name):
-            return "allowed", "the CPU's kernel hangs", ""  # in so many cases that the others were not tried
-        at("cpu")
-        cpu = schemas.outcome_of(name, sample, Move("cpu")) if tried else None
-        at("device")
-        there = schemas.outcome_of(name, sample, Move(self.device))
-        internal = "INTERNAL ASSERT"
-        if internal in str(there.error) and not (cpu and internal in str(cpu.error)) and not _is_boxing(sample, there):
-            return "failed", first_line(there.error), "internal"
+            return End("allowed", "the CPU's kernel writes beyond its arguments")
+        if tried is None and schemas.is_on_cpu(self.name):
+            return End("allowed", "the CPU's kernel hangs")  # in so many cases that the others were not tried
+        self.at("cpu")
+        cpu = self.on(Move("cpu")) if tried else None
+        self.at("device")
+        there = self.on(Move(self.device))
+        asserts = [_INTERNAL in str(outcome.error) for outcome in (there, cpu) if outcome]
+        if asserts[0] and not any(asserts[1:]) and not _is_boxing(self.sample, there):
+            return End("failed", first_line(there.error), "internal")
         if cpu is None:
-            return ("alone", "", "") if there.error is None else ("refused alone", first_line(there.error), "")
-        at("comparison")
+            return End("alone") if there.error is None else End("refused alone", first_line(there.error))
+        self.at("comparison")
         if cpu.error is not None or there.error is not None:
-            return self._raised(name, sample, changes, cpu, there)
-        if schemas.is_uncompared(name) or "garbage" in changes:
-            return "equal", "", ""
-        return self._compared(name, sample, cpu, there, at)
+            return self.raised(cpu, there)
+        if schemas.is_uncompared(self.name) or "garbage" in self.changes:
+            return End("equal")
+        return self.compared(cpu, there)
 
-    def _raised(
-        self, name: str, sample: Sample, changes: set[str], cpu: Outcome, there: Outcome
-    ) -> tuple[str, str, str]:
-        """The end of a case in which one side or both raised."""
+    def raised(self, cpu: Outcome, there: Outcome) -> End:
+        """The end of a call that one side or both raised in."""
         if cpu.error is not None and there.error is not None:
-            return "both raised", "", ""
-        theirs, ours = cpu.error and first_line(cpu.error), there.error and first_line(there.error)
-        lenient, said = not dispatch.is_custom(name) and not self.strict, theirs or ours
+            return End("both raised")
+        theirs, ours = (outcome.error and first_line(outcome.error) for outcome in (cpu, there))
+        lenient, differs = not self.custom and not self.strict, backends.of_operator(self.name).differs()
         if self.alone:
-            return "allowed", "refuses a layout", ""
-        if from_schema.is_alone(sample) or not self.strict and _is_elsewhere(name, sample):
-            return "allowed", _ELSEWHERE, ""
-        if schemas.is_uncompared(name) or name in {**schemas.DIFFERENT, **backends.of_operator(name).differs()}:
-            return "allowed", "errors of this operator are not compared", ""
-        if close_enough.MEMORY.search(said):
-            return "allowed", "memory", ""
+            return End("allowed", "refuses a layout")
+        if from_schema.is_alone(self.sample) or not self.strict and _is_elsewhere(self.name, self.sample):
+            return End("allowed", _ELSEWHERE)
+        if schemas.is_uncompared(self.name) or self.name in {**schemas.DIFFERENT, **differs}:
+            return End("allowed", "errors of this operator are not compared")
+        if close_enough.MEMORY.search(theirs or ours):
+            return End("allowed", "memory")
         if theirs and schemas.LACKS_DTYPE.search(theirs):
-            return "allowed", "a dtype that the CPU lacks", ""
-        if lenient and not changes <= draw.SAME_MEANING:
-            return "allowed", "one side refuses a call that is wrong", ""
-        plain = schemas.outcome_of(name, sample, Plain("cpu"))
-        if theirs and plain.error is None:
-            wrong = self._off(plain, there, sample) if _is_separate(name, sample) else ""
-            if wrong and not self._doubt(name, sample):
-                return "failed", wrong, "value"
-            return "allowed", "the device takes a layout that the CPU refuses", ""
-        if ours and close_enough.OVERLAP.search(ours) and not _is_separate(name, sample):
-            return "allowed", "the device refuses to write to memory that overlaps", ""
-        if theirs and lenient and not schemas.is_own(name, self.device):
-            return "allowed", "the device takes what the CPU refuses", ""
-        if ours and plain.error is not None and first_line(plain.error) == ours:
-            return "allowed", "the CPU raises this only if the arguments are contiguous", ""
-        if note := self._doubt(name, sample):
-            return "allowed", note, ""
+            return End("allowed", "a dtype that the CPU lacks")
+        if lenient and not self.changes <= draw.SAME_MEANING:
+            return End("allowed", "one side refuses a call that is wrong")
+        if theirs and self.plain.error is None:
+            _, wrong = self.off(self.plain, there) if self.separate else ("", "")
+            if wrong and not self.doubt():
+                return End("failed", wrong, "value")
+            return End("allowed", "the device takes a layout that the CPU refuses")
+        if ours and close_enough.OVERLAP.search(ours) and not self.separate:
+            return End("allowed", "the device refuses to write to memory that overlaps")
+        if theirs and lenient and not schemas.is_own(self.name, self.device):
+            return End("allowed", "the device takes what the CPU refuses")
+        if ours and self.plain.error is not None and first_line(self.plain.error) == ours:
+            return End("allowed", "the CPU raises this only if the arguments are contiguous")
+        if note := self.doubt():
+            return End("allowed", note)
         if ours and lenient and _RULE.search(ours):
-            return "allowed", "the device states a rule, and the CPU does not", ""
-        if theirs:
-            return "failed", f"the CPU raised {theirs}", "no error"
-        return "failed", ours, "error"
+            return End("allowed", "the device states a rule, and the CPU does not")
+        return End("failed", f"the CPU raised {theirs}", "no error") if theirs else End("failed", ours, "error")
 
-    def _compared(
-        self, name: str, sample: Sample, cpu: Outcome, there: Outcome, at: Callable[[str], None]
-    ) -> tuple[str, str, str]:
-        """The end of a case in which both sides returned."""
-        custom, tally = dispatch.is_custom(name), Tally()
-        separate = _is_separate(name, sample)
-        values = not schemas.is_uninitialized(name) and name not in schemas.UNDEFINED
+    def compared(self, cpu: Outcome, there: Outcome) -> End:
+        """The end of a call that both sides returned from."""
+        values = not schemas.is_uninitialized(self.name) and self.name not in schemas.UNDEFINED
         if self.alone and cpu.drew:
-            return "allowed", "random numbers are drawn in the order of memory", ""
+            return End("allowed", "random numbers are drawn in the order of memory")
+        tally = Tally()
         comparison = Comparison(tally, "generated", -1, self.device, values)
         comparison.outcomes(cpu, there)
         failures = [(failure.kind, failure.message) for failure in tally.failures]
         if not failures and values and not self.alone and not tally.notes["strides"]:
-            failures += close_enough.beside(sample, cpu, there)
-        of_values = [kind for kind, _ in failures if kind in ("value", "shape")]
-        if values and separate and not cpu.drew and (custom or of_values):
-            at("contiguous memory")
-            plain = schemas.outcome_of(name, sample, Plain("cpu"))
-            wrong = self._off(plain, there, sample) if plain.error is None else ""
-            if plain.error is None and (custom or not wrong):
-                failures = [(kind, message) for kind, message in failures if kind not in ("value", "shape")]
-                failures += [(wrong.partition(": ")[0], wrong.partition(": ")[2])] if wrong else []
+            failures += close_enough.beside(self.sample, cpu, there)
+        others = [(kind, message) for kind, message in failures if kind not in ("value", "shape")]
+        if values and self.separate and not cpu.drew and (self.custom or len(others) < len(failures)):
+            self.at("contiguous memory")
+            kind, wrong = self.off(self.plain, there) if self.plain.error is None else ("", "")
+            if self.plain.error is None and (self.custom or not wrong):
+                failures = others + ([(kind, wrong)] if wrong else [])
         if not failures:
-            return "equal", "", ""
+            return End("equal")
         kind, message = failures[0]
-        excuse = self._excuse(name, sample, kind, cpu, comparison, separate, at)
-        return ("allowed", excuse, "") if excuse else ("failed", message, kind)
+        excuse = self.excuse(kind, cpu, comparison)
+        return End("allowed", excuse) if excuse else End("failed", message, kind)
 
-    def _excuse(
-        self, name: str, sample: Sample, kind: str, cpu: Outcome, comparison: Comparison, separate: bool,
-        at: Callable[[str], None],
-    ) -> str:  # fmt: skip
+    def excuse(self, kind: str, cpu: Outcome, comparison: Comparison) -> str:
         """Why a difference says nothing about the device; "" if it does."""
-        if kind in ("device", "alias", "rng") and _is_elsewhere(name, sample):
+        if kind in ("device", "alias", "rng") and _is_elsewhere(self.name, self.sample):
             return _ELSEWHERE
-        if kind == "rng" and schemas.is_of_package(name) and comparison.exact:
+        if kind == "rng" and schemas.is_of_package(self.name) and comparison.exact:
             return "a package's operator may draw other numbers"
         if kind not in ("value", "shape", "guard", "rng", "structure"):
             return ""
-        custom = dispatch.is_custom(name)
-        if not separate and (not custom or not _is_twice(name, sample)):
+        if not self.separate and (not self.custom or not _is_twice(self.name, self.sample)):
             return _SHARED
-        if not custom and kind == "value":
-            if close_enough.overflows(sample, comparison.unequal):
+        if not self.custom and kind == "value":
+            if close_enough.overflows(self.sample, comparison.unequal):
                 return "infinite or huge arguments give inf or NaN in one order of operations"
-            if close_enough.as_exact(functools.partial(schemas.outcome_of, name), sample, cpu, comparison.unequal):
+            outcome_of = functools.partial(schemas.outcome_of, self.name)
+            if close_enough.as_exact(outcome_of, self.sample, cpu, comparison.unequal):
                 return "as far from float64 as the CPU"
-        at("confirmation")
-        return self._doubt(name, sample)
+        self.at("confirmation")
+        return self.doubt()
 
-    def _off(self, plain: Outcome, there: Outcome, sample: Sample) -> str:
-        """How results differ from those in contiguous memory, as "kind: message"."""
+    def off(self, plain: Outcome, there: Outcome) -> tuple[str, str]:
+        """How results differ from those in contiguous memory: the kind, and a message; "" if they do not."""
         tally = Tally()
         comparison = Comparison(tally, "generated", -1, str(there.mover.device), True)
-        comparison.near["scale"] = close_enough.size_of(sample)
+        comparison.near["scale"] = close_enough.size_of(self.sample)
         comparison.results(Outcome(plain.value[0], mover=plain.mover), Outcome(there.value[0], mover=there.mover))
-        found = [failure for failure in tally.failures if failure.kind in ("value", "shape")]
-        return f"{found[0].kind}: as the CPU computes in contiguous memory, {found[0].message}" if found else ""
+        for failure in tally.failures:
+            if failure.kind in ("value", "shape"):
+                return failure.kind, f"as the CPU computes in contiguous memory, {failure.message}"
+        return "", ""
 
-    def _doubt(self, name: str, sample: Sample) -> str:
+    def doubt(self) -> str:
         """Why the CPU may cause a difference: its kernel reads beyond its arguments, or its results vary."""
-        if dispatch.is_custom(name):  # its CPU kernel is tested too
-            one, other = (schemas.outcome_of(name, sample, Plain("cpu")) for _ in range(2))
-            varies = one.error is None and other.error is None and self._off(one, other, sample)
+        if self.custom:
+            again = self.on(Plain("cpu"))
+            varies = self.plain.error is None and again.error is None and self.off(self.plain, again)[0]
             return "the results vary from call to call" if varies else ""
-        call = functools.partial(schemas.called, name, sample)
+        call = functools.partial(schemas.called, self.name, self.sample)
 
         def check(_: int) -> None:
             if not stays_within(call, resizes=True):
@@ -274,7 +281,7 @@ class Judge:
         return "" if tried.kind == "returned" else "the CPU's kernel reads or writes beyond its arguments, or varies"
 
 
-class Calls(Judge):
+class Calls:
     """Runs generated calls on a device, in a worker process.
 
     Args:
@@ -283,7 +290,7 @@ class Calls(Judge):
     """
 
     def __init__(self, device: str, given: dict[str, Any], answer: Callable[[Any], None]) -> None:
-        super().__init__(device)
+        self.device, self.alone = device, torch.device(device).type == "cpu"
         self.answer, self.given = answer, draw.given_samples(given)
         module = torch.get_device_module(device)
         if limit := getattr(module, "set_per_process_memory_fraction", None):
@@ -314,8 +321,8 @@ class Calls(Judge):
         """Run cases up to the first that fails."""
         cases: list[Case] = []
         calls: list[Sample] = []
-        ends, notes = collections.Counter(), collections.Counter()
-        found = {"ends": ends, "notes": notes, "reached": 0}
+        counts, notes = collections.Counter(), collections.Counter()
+        found = {"ends": counts, "notes": notes, "reached": 0}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for case in drawn:
@@ -323,11 +330,13 @@ class Calls(Judge):
                     calls.append(draw.sample_of_case(bases, case))
                     cases.append(case)
                 except Exception as error:
-                    ends["unfit"] += 1
+                    counts["unfit"] += 1
                     notes.update([first_line(error)] * (len(drawn) == 1))
             changes = [{change[0] for change in case["changes"]} for case in cases]
-            for i, end in self.ends(name, calls, changes, lambda i, at: self.answer({"at": at, "case": cases[i]})):
-                ends[end.kind] += 1
+            for i, end in ends(
+                name, calls, changes, self.device, lambda i, at: self.answer({"at": at, "case": cases[i]})
+            ):
+                counts[end.kind] += 1
                 found["reached"] += end.kind in ("equal", "alone", "failed") or (
                     end.kind == "allowed" and end.note != _ELSEWHERE
                 )

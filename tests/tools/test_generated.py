@@ -311,7 +311,7 @@ def test_a_wrong_case_is_refused(monkeypatch):
             "a change does not fit: TypeError: argument 0 is a tensor and not a number",
         ),
         (neg % (99, "", ""), r"aten::neg has \d+ calls to start from, from 0 on"),
-        (neg % (0, "", ', "given": {"samples": "nothing:f"}'), "No module named 'nothing'"),
+        (neg % (0, "", ', "given": {"samples": "nothing:f"}'), "there is no module nothing"),
         ('{"op": "aten::no_such", "base": 0, "changes": []}', "openreg lists no operator aten::no_such"),
     ):
         arguments = argparse.Namespace(device="openreg", case=text, modules=["openreg_ops"], threads=1, timeout=60)
@@ -573,12 +573,12 @@ def test_calls_that_vary():
     assert not guarded.stays_within(lambda move: torch.empty(100)), "new memory that is not written"
 
 
-def test_a_read_that_no_guard_shows_ends_the_process(calls):
+def test_a_read_that_no_guard_shows_ends_the_process():
     unpack, lu = "aten::lu_unpack", torch.rand(5, 5)  # each guard is an invalid pivot
     short, whole = (torch.full((count,), 5, dtype=torch.int32) for count in (1, 5))
     reads_on = torch.__version__ < "2.15"  # which refuses pivots of another shape
-    assert bool(calls._doubt(unpack, Sample(lu, short))) is reads_on
-    assert not calls._doubt(unpack, Sample(lu, whole))
+    assert bool(generated_calls.Call(unpack, Sample(lu, short), "openreg").doubt()) is reads_on
+    assert not generated_calls.Call(unpack, Sample(lu, whole), "openreg").doubt()
 
 
 # ---- the parent ----
