@@ -75,7 +75,7 @@ def check(
             tally.ran[check] += 1
             if end.failure or end.kind == "refused alone" and check == "generated" and accepted:
                 tally.fail(check, end.failure or "error", i, f"{end.note} ({calls[i]!r})")
-            elif end.kind == "allowed":
+            elif end.note and end.kind != "refused alone":
                 tally.notes[end.note] += 1
 
     with warnings.catch_warnings():
@@ -229,7 +229,7 @@ class Call:
             if self.plain.error is None and (self.custom or not wrong):
                 failures = others + ([(kind, wrong)] if wrong else [])
         if not failures:
-            return End("equal")
+            return End("equal", "rounding" if tally.notes["rounding"] else "")
         kind, message = failures[0]
         excuse = self.excuse(kind, cpu, comparison)
         return End("allowed", excuse) if excuse else End("failed", message, kind)
