@@ -19,6 +19,7 @@ from openreg_tools.core.samples import dtype_name
 
 __all__ = [
     "Error",
+    "apart",
     "dense",
     "differs",
     "equal",
@@ -153,6 +154,7 @@ _RELATIVE = {
     torch.bfloat16: 6e-2,
     torch.complex128: 2e-9,
     torch.complex64: 4e-5,
+    torch.complex32: 1.6e-2,
 }
 # These round to a neighbor in another order of additions; float4 cannot be converted, and is compared as bytes.
 _FLOAT8 = {
@@ -207,31 +209,42 @@ def differs(
             return f"{what} {i} is {dtype_name(a.dtype)} instead of {dtype_name(e.dtype)}"
         if a.is_meta or e.is_meta or not a.numel():
             continue
-        error, ulps = _difference(a, e, exact, coarse)
-        if error is not None and error.ulps > ulps:
-            got, was = (f"{x:.6g}" if isinstance(x, (float, complex)) else str(x) for x in (error.got, error.expected))
-            if got == was:
-                got, was = repr(error.got), repr(error.expected)
-            return (
-                f"{what} {i} differs in {error.count} of {a.numel()} elements: "
-                f"{got} instead of {was} at {list(error.at)}"
-            )
+        if wrong := apart(a, e, exact, coarse):
+            return f"{what} {i} {wrong}"
     return ""
 
 
-def _difference(a: Tensor, e: Tensor, exact: bool, coarse: float) -> tuple[Error | None, float]:
-    """The error of one result, and the ulps that it may have."""
+def apart(
+    a: Tensor, e: Tensor, exact: bool = False, coarse: float = 0.0, factor: float = 1.0, scale: float = 1.0
+) -> str:
+    """How two results of one shape differ, as "differs in 2 of 3 elements: …"; "" if they are near enough.
+
+    Args:
+        exact: whether numbers must be equal. Otherwise they may differ by the `tolerance` of their dtypes, relative to the
+            largest of `e` or `scale`.
+        coarse: a larger relative tolerance.
+        factor: multiplies the tolerance.
+    """
     a, e = (dense(x.detach()).cpu() for x in (a, e))
-    near, scale = 0.0 if exact else max(tolerance(a, e), coarse), None
+    near, count = 0.0 if exact else max(tolerance(a, e), coarse), a.numel()
     if is_small(a) or is_small(e):
-        eps = _FLOAT8.get(a.dtype, _FLOAT8.get(e.dtype))
+        eps, scale = _FLOAT8.get(a.dtype, _FLOAT8.get(e.dtype)), 2.0**-6
         a, e = (x.to(torch.float32) if eps else x.view(torch.uint8) for x in (a, e))
-        near, scale = (near, None) if exact or not eps else (max(near, 2 * eps), 2.0**-6)
+        near = near if exact or not eps else max(near, 2 * eps)
+    else:
+        scale = max(scale, largest([e]))
     common = torch.promote_types(a.dtype, e.dtype)
-    if common in (torch.complex32, torch.float16, torch.bfloat16) and a.dtype != e.dtype:
+    if common == torch.complex32 or common in (torch.float16, torch.bfloat16) and a.dtype != e.dtype:
         common = torch.promote_types(common, torch.float32)
     a, e = a.to(common), e.to(common)
-    if not (common.is_floating_point or common.is_complex):
-        return measure(a, e), 0.0
-    ulps = near / torch.finfo(common).eps
-    return measure(a, e, ulps, max(1.0, largest([e])) if scale is None else scale), ulps
+    if common.is_floating_point or common.is_complex:
+        ulps = factor * near / torch.finfo(common).eps
+        error = measure(a, e, ulps, scale)
+    else:
+        ulps, error = 0.0, measure(a, e)
+    if error is None or error.ulps <= ulps:
+        return ""
+    got, was = (f"{x:.6g}" if isinstance(x, (float, complex)) else str(x) for x in (error.got, error.expected))
+    if got == was:
+        got, was = repr(error.got), repr(error.expected)
+    return f"differs in {error.count} of {count} elements: {got} instead of {was} at {list(error.at)}"

@@ -360,7 +360,7 @@ if (pid := os.fork()) == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and x.tolist() == [1, 1, 1]
 """,
     "workers made by fork": """
-def on_device(batch): return torch.stack([torch.tensor(each, device="openreg:1") for each in batch])
+def on_device(batch): return torch.stack([torch.tensor(number, device="openreg:1") for number in batch])
 batches = list(DataLoader(range(6), batch_size=2, num_workers=2, collate_fn=on_device, multiprocessing_context="fork"))
 assert [b.tolist() for b in batches] == [[0, 1], [2, 3], [4, 5]] and batches[0].device == torch.device("openreg:1")
 """,
@@ -376,8 +376,7 @@ else: raise SystemExit("no error")
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("isolation", ["off", "strict"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name, isolation", [("sharing after fork", "off"), *((name, "strict") for name in PROGRAMS)])
 def test_processes(name, isolation):
     code = (
         "import os, torch, openreg_ops\n"
