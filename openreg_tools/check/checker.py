@@ -23,6 +23,7 @@ from openreg_tools.check.checks import CHECKS, SLOW
 from openreg_tools.check.report import Report
 from openreg_tools.check.run import Checks, in_children, in_process
 from openreg_tools.core import child, from_schema
+from openreg_tools.core.attempts import Attempt, attempts
 from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.device import usable
 from openreg_tools.core.move import Move
@@ -109,8 +110,6 @@ def derived(op: Operator, device: str, dtype: torch.dtype, most: int = 3) -> lis
     Raises:
         ValueError: the operator accepts none.
     """
-
-    from openreg_tools.conformance.attempts import Attempt, attempts
 
     def sample(k: int) -> Sample:
         """Call k of the operator, on the device."""

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from openreg_tools import backends, dispatch
 from openreg_tools.conformance import close_enough, draw, freed, schemas
-from openreg_tools.conformance.attempts import Attempt, attempts
 from openreg_tools.conformance.close_enough import Plain
 from openreg_tools.conformance.draw import Case, leaves_of
 from openreg_tools.conformance.guarded import Guarded, fenced, stays_within
 from openreg_tools.conformance.outcomes import Comparison, Outcome, Tally
 from openreg_tools.core import child, from_schema
+from openreg_tools.core.attempts import Attempt, attempts
 from openreg_tools.core.blocks import first_line
 from openreg_tools.core.move import Move, Stays, StorageOf, is_written
 from openreg_tools.core.samples import Sample

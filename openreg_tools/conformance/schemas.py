@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import backends, dispatch, operators
 from openreg_tools.conformance import layouts, outcomes
-from openreg_tools.conformance.attempts import Attempt, attempts
 from openreg_tools.conformance.guarded import stays_within
 from openreg_tools.core import child, from_schema, opinfo
 from openreg_tools.core import device as devices
+from openreg_tools.core.attempts import Attempt, attempts
 from openreg_tools.core.known_arguments import SAMPLES
 from openreg_tools.core.move import Move, is_written
 from openreg_tools.core.samples import Sample, sample_of

@@ -19,9 +19,9 @@ from processes import forking, python
 
 from openreg_tools import dispatch
 from openreg_tools.conformance import close_enough, draw, generate, generated_calls, guarded, schemas
-from openreg_tools.conformance.attempts import Attempt
 from openreg_tools.conformance.outcomes import Outcome
 from openreg_tools.core import variations
+from openreg_tools.core.attempts import Attempt
 from openreg_tools.core.move import Move, Stays
 from openreg_tools.core.options import Wrong
 from openreg_tools.core.samples import Sample
