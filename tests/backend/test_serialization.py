@@ -10,6 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 from processes import python
+from torch._subclasses import FakeTensorMode
 from torch._utils import get_tensor_metadata, set_tensor_metadata
 
 D = torch.device("openreg")
@@ -208,6 +209,25 @@ def test_metadata_is_the_tensors_own():
     set_tensor_metadata(y, {})
     assert get_tensor_metadata(y) == get_tensor_metadata(x + 1) == get_tensor_metadata(x[1:]) == {}
     assert get_tensor_metadata(round_trip(x, map_location="cpu")) == {}
+
+
+def test_fake_tensors_keep_metadata():
+    """In a FakeTensorMode, and in the example inputs that a compiler gets."""
+    x, plain = torch.arange(3.0, device=D), torch.arange(3.0, device=D)
+    set_tensor_metadata(x, METADATA)
+    mode = FakeTensorMode()
+    assert get_tensor_metadata(mode.from_tensor(x)) == METADATA and get_tensor_metadata(mode.from_tensor(plain)) == {}
+    set_tensor_metadata(x, {"later": True})
+    assert get_tensor_metadata(mode.from_tensor(x)) == {"later": True}
+    assert mode.from_tensor(torch.ones(3)).device.type == "cpu"
+    found = []
+
+    def compiler(graph, inputs):
+        found.extend(get_tensor_metadata(tensor) for tensor in inputs)
+        return graph
+
+    torch.compile(lambda x, y: x + y, backend=compiler)(x, plain)
+    assert found == [{"later": True}, {}]
 
 
 def test_metadata_beside_a_conjugate():
