@@ -1,0 +1,93 @@
+// What the files of torch_acme share: errors, devices, streams, and launching a kernel. Rung 1.
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+#include <c10/util/Exception.h>
+
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "runtime/acme.h"
+
+namespace acme {
+
+constexpr c10::DeviceType kDevice = c10::DeviceType::PrivateUse1;
+
+inline c10::Device device_at(int index) {
+  return {kDevice, static_cast<c10::DeviceIndex>(index)};
+}
+
+// Raises the runtime's error.
+inline void check(acme_error error, const char* what) {
+  TORCH_CHECK_WITH(OutOfMemoryError, error != ACME_OUT_OF_MEMORY, "acme: ", what, ": ", acme_error_message());
+  TORCH_CHECK(error == ACME_OK, "acme: ", what, ": ", acme_error_message());
+}
+
+// ---- devices and streams (device.cpp) ----
+
+int device_count() noexcept;
+c10::DeviceIndex current_device();
+c10::DeviceIndex exchange_device(c10::DeviceIndex device);
+c10::DeviceIndex checked_index(int64_t index); // -1 is the current device; raises if there is no such device
+
+c10::Stream current_stream(c10::DeviceIndex device);
+acme_stream* native(c10::Stream stream);
+inline acme_stream* native_stream(c10::DeviceIndex device) { return native(current_stream(device)); }
+void synchronize(c10::Stream stream); // waits for its work, and raises if a kernel failed
+
+// ---- memory (memory.cpp) ----
+
+c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes);
+c10::Allocator* device_allocator();
+
+// ---- kernels ----
+
+// Where a kernel, which runs on the stream's thread, can read and write device memory. A kernel for real hardware gets
+// the pointer itself.
+template <class T>
+T* local(T* pointer) {
+  return static_cast<T*>(acme_local(pointer));
+}
+
+// Runs `work`, a function without arguments, in the order of `stream`. It owns what it uses: pointers and sizes, but no
+// references, and no device tensors, because freeing one needs the allocator. An exception that it throws is raised by
+// the next synchronization.
+template <class Work>
+void launch(acme_stream* stream, const char* name, Work work) {
+  auto owned = std::make_unique<Work>(std::move(work));
+  const Work* pointer = owned.get();
+  const acme_kernel kernel = [](const void* arguments) -> const char* {
+    const std::unique_ptr<Work> work(*static_cast<Work* const*>(arguments));
+    thread_local std::string failure;
+    try {
+      (*work)();
+      return nullptr;
+    } catch (const std::exception& error) {
+      failure = error.what();
+      return failure.c_str();
+    }
+  };
+  check(acme_launch(stream, name, kernel, &pointer, sizeof pointer), name);
+  owned.release(); // the kernel deletes it
+}
+
+// The geometry of a tensor, which a kernel owns. In a kernel, tensor() is a CPU tensor over the same memory, with which
+// the stand-in's kernels call ATen. A kernel for real hardware reads the fields.
+struct View {
+  explicit View(const at::TensorBase& x)
+      : data(const_cast<void*>(x.const_data_ptr())), sizes(x.sizes().vec()), strides(x.strides().vec()),
+        dtype(x.scalar_type()) {}
+  at::Tensor tensor() const;
+  void* data;
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype;
+};
+
+} // namespace acme

@@ -1,0 +1,48 @@
+"""Rung 12: conformance with the CPU above a share, and PyTorch's device-type tests."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.testing._internal.common_device_type import instantiate_device_type_tests, ops
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_utils import TestCase
+
+from torch_acme import device_type
+
+OPERATORS = (
+    "abs add addmm bmm cat clamp cumsum embedding exp gather index_select linalg.solve logsumexp masked_fill mm".split()
+)
+device_type.install()
+
+
+class TestOperators(TestCase):
+    @ops([op for op in op_db if op.name in OPERATORS], allowed_dtypes=(torch.float32, torch.int64))
+    def test_against_the_cpu(self, device, dtype, op):
+        for sample in op.sample_inputs("cpu", dtype):
+            moved = sample.transform(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x)
+            actual = op(moved.input, *moved.args, **moved.kwargs)
+            self.assertEqual(actual, op(sample.input, *sample.args, **sample.kwargs), exact_device=False)
+
+
+instantiate_device_type_tests(TestOperators, globals(), only_for=("acme",))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("openreg_tools"), reason="openreg_tools is not installed")
+def test_conformance():
+    words = [
+        "conformance",
+        "--import",
+        "torch_acme",
+        "--device",
+        "acme",
+        "--ops",
+        "^(add|mm|softmax|sort)$",
+        "--json",
+        "-",
+    ]
+    done = subprocess.run([sys.executable, "-m", "openreg_tools", *words], capture_output=True, text=True)
+    assert json.loads(done.stdout), done.stderr
