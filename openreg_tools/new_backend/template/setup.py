@@ -22,7 +22,7 @@ here = os.path.dirname(os.path.abspath(__file__))
 kineto = os.path.join(os.path.dirname(torch.__file__), "include", "kineto")
 extension = CppExtension(
     "torch_acme._C",
-    sorted(glob("csrc/*.cpp") + glob("csrc/runtime/*.c")),
+    sorted(glob("csrc/**/*.cpp", recursive=True)),
     include_dirs=[os.path.join(here, "csrc"), kineto],
     extra_compile_args=["-O1", "-g0", "-std=c++20"],
 )

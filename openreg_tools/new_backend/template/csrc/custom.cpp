@@ -25,7 +25,7 @@ at::Tensor map(const char* name, at::TensorList inputs, Function f) {
         ": expected float32 tensors of one shape, but got ", x.scalar_type(), x.sizes(), "; convert them with .to()");
   const at::Tensor a = inputs[0].contiguous(), b = inputs[inputs.size() - 1].contiguous();
   at::Tensor result = at::empty(a.sizes(), a.options());
-  launch(native_stream(a.device().index()), name,
+  launch(native_stream(a), name,
       [f, x = a.const_data_ptr<float>(), y = b.const_data_ptr<float>(), to = result.mutable_data_ptr<float>(),
           n = a.numel()] {
         const float *first = local(x), *last = local(y);

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "common.h"
-#include "generator.h"
 
 namespace acme {
 namespace {
@@ -26,7 +25,7 @@ struct Streams {
   std::atomic<unsigned> next{0};
 };
 Streams& streams_of(c10::DeviceIndex device) {
-  static auto* all = new std::vector<Streams>(static_cast<size_t>(device_count())); // leaked: threads may outlive main()
+  static auto* all = new std::vector<Streams>(static_cast<size_t>(acme_device_count())); // leaked: threads may outlive main()
   return all->at(static_cast<size_t>(device));
 }
 
@@ -43,7 +42,7 @@ acme_event* event_of(void* event) {
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
-  c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(device_count()); }
+  c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(acme_device_count()); }
   c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; } // every dtype
 
   c10::Device exchangeDevice(c10::Device device) const override { return device_at(exchange_device(device.index())); }
@@ -73,7 +72,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       if (streams_of(index).made[static_cast<size_t>(id)]) synchronize(stream_at(index, id));
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    c10::getDeviceAllocator(kDevice)->recordStream(data, stream);
+    device_allocator()->recordStream(data, stream);
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag) const override {
@@ -106,9 +105,9 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 // What PyTorch's device-independent code asks a backend.
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return device_count() > 0; }
-  bool hasPrimaryContext(c10::DeviceIndex device) const override { return device >= 0 && device < device_count(); }
-  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(device_count()); }
+  bool isAvailable() const override { return acme_device_count() > 0; }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override { return device >= 0 && device < acme_device_count(); }
+  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(acme_device_count()); }
   c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
   void setCurrentDevice(c10::DeviceIndex device) const override { exchange_device(device); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override { return exchange_device(device); }
@@ -135,10 +134,6 @@ const bool hooks_registered = (at::RegisterPrivateUse1HooksInterface(new Hooks),
 
 } // namespace
 
-int device_count() noexcept {
-  return acme_device_count();
-}
-
 c10::DeviceIndex current_device() {
   return thread_device;
 }
@@ -149,8 +144,8 @@ c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
 
 c10::DeviceIndex checked_index(int64_t index) {
   if (index == -1) return thread_device;
-  TORCH_CHECK(index >= 0 && index < device_count(), "acme: there is no device acme:", index, "; expected an index below ",
-      device_count(), device_count() ? "" : " (a child of fork() has no devices: start it with spawn)");
+  TORCH_CHECK(index >= 0 && index < acme_device_count(), "acme: there is no device acme:", index, "; expected an index below ",
+      acme_device_count(), acme_device_count() ? "" : " (a child of fork() has no devices: start it with spawn)");
   return static_cast<c10::DeviceIndex>(index);
 }
 
@@ -170,6 +165,15 @@ acme_stream* native(c10::Stream stream) {
 
 void synchronize(c10::Stream stream) {
   check(acme_stream_synchronize(native(stream)), "a kernel failed");
+}
+
+void wait_for(c10::Stream stream, c10::Stream other) {
+  if (stream == other) return;
+  acme_event* event = nullptr;
+  check(acme_event_create(&event), "wait_for");
+  check(acme_event_record(event, native(other)), "wait_for");
+  check(acme_stream_wait(native(stream), event), "wait_for");
+  acme_event_destroy(event);
 }
 
 } // namespace acme

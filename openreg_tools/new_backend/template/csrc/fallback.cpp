@@ -2,8 +2,6 @@
 //
 // Documents: "Facilitating New Backend Integration by PrivateUse1", section "Register kernels for the new backend", 1;
 // "Operator Registration", sections "Basics" (Step 2) and "Selective Fallback".
-#include "fallback.h"
-
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/convolution.h>
@@ -14,7 +12,6 @@
 #include <mutex>
 
 #include "common.h"
-#include "generator.h"
 
 namespace acme {
 namespace {

@@ -1,8 +1,6 @@
 // The device's generator: a seed, and how many numbers have been drawn since. Rung 6.
 //
 // Document: "Facilitating New Backend Integration by PrivateUse1", section "Register generator for the new backend".
-#include "generator.h"
-
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <c10/core/GeneratorImpl.h>
@@ -57,7 +55,7 @@ struct AcmeGenerator final : c10::GeneratorImpl {
 const at::Generator& default_generator(c10::DeviceIndex device) {
   static const auto* all = [] {
     auto* generators = new std::vector<at::Generator>;
-    for (int i = 0; i < device_count(); ++i) {
+    for (int i = 0; i < acme_device_count(); ++i) {
       generators->push_back(new_generator(static_cast<c10::DeviceIndex>(i)));
       generators->back().seed();
     }
@@ -70,7 +68,7 @@ at::Generator new_generator(c10::DeviceIndex device) {
   return at::make_generator<AcmeGenerator>(checked_index(device));
 }
 
-std::pair<uint64_t, uint64_t> reserve(const std::optional<at::Generator>& given, c10::DeviceIndex device, uint64_t count) {
+std::pair<uint64_t, uint64_t> reserve(const MaybeGenerator& given, c10::DeviceIndex device, uint64_t count) {
   at::Generator generator = given && given->defined() ? *given : default_generator(device);
   TORCH_CHECK(generator.device().type() == kDevice, "Expected a 'acme' device type for generator but found '",
       generator.device().type(), "'");
@@ -80,7 +78,7 @@ std::pair<uint64_t, uint64_t> reserve(const std::optional<at::Generator>& given,
   return {generator.current_seed(), offset};
 }
 
-at::Generator for_fallback(const std::optional<at::Generator>& generator, c10::DeviceIndex device) {
+at::Generator for_fallback(const MaybeGenerator& generator, c10::DeviceIndex device) {
   const auto [seed, offset] = reserve(generator, device, 4);
   uint64_t mixed = seed + (offset / 4 + 1) * 0x9E3779B97F4A7C15; // SplitMix64
   mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9;

@@ -18,7 +18,6 @@
 #include <torch/library.h>
 
 #include "common.h"
-#include "generator.h"
 
 namespace acme {
 namespace {
@@ -29,7 +28,7 @@ using torch::autograd::variable_list;
 // ---- a required operator: fill_ has no other implementation ----
 
 at::Tensor& fill_scalar(at::Tensor& self, const at::Scalar& value) {
-  launch(native_stream(self.device().index()), "fill_", [x = View(self), value] { x.tensor().fill_(value); });
+  launch(native_stream(self), "fill_", [x = View(self), value] { x.tensor().fill_(value); });
   return self;
 }
 
@@ -48,7 +47,7 @@ void abs_kernel(at::TensorIteratorBase& iter) {
 
 at::Tensor square(const at::Tensor& self) {
   at::Tensor result = at::empty_like(self);
-  launch(native_stream(self.device().index()), "square", [to = View(result), from = View(self)] {
+  launch(native_stream(self), "square", [to = View(result), from = View(self)] {
     at::Tensor result = to.tensor(), x = from.tensor();
     at::mul_out(result, x, x);
   });
@@ -107,7 +106,7 @@ at::Tensor& uniform(at::Tensor& self, double from, double to, std::optional<at::
   const auto [seed, offset] = reserve(generator, self.device().index(), 4);
   const at::Tensor dense = self.is_contiguous() ? self : at::empty_like(self, at::MemoryFormat::Contiguous);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, self.scalar_type(), "uniform_", [&] {
-    launch(native_stream(self.device().index()), "uniform_",
+    launch(native_stream(self), "uniform_",
         [=, x = dense.mutable_data_ptr<scalar_t>(), n = dense.numel(), seed = seed, offset = offset] {
           scalar_t* out = local(x);
           for (int64_t i = 0; i < n; ++i) {

@@ -3,9 +3,10 @@
 // Documents: none of the four describes allocators. c10/core/CachingDeviceAllocator.h and
 // ATen/core/CachingHostAllocator.h in PyTorch's headers do.
 #include <ATen/core/CachingHostAllocator.h>
-#include <c10/core/CachingDeviceAllocator.h>
+#include <torch/csrc/profiler/combined_traceback.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -13,7 +14,6 @@
 #include <vector>
 
 #include "common.h"
-#include "history.h"
 
 namespace acme {
 namespace {
@@ -22,6 +22,23 @@ using c10::CachingAllocator::Stat;
 using c10::CachingAllocator::StatArray;
 using c10::CachingAllocator::StatType;
 using c10::CachingDeviceAllocator::DeviceStats;
+using c10::CachingDeviceAllocator::TraceEntry;
+
+// ---- the history ----
+
+std::mutex history_mutex;
+std::atomic<bool> recording{false};
+auto& entries = *new std::vector<TraceEntry>; // leaked, as the pool below: storages may be freed after main()
+
+void keep(TraceEntry::Action action, void* address, size_t size, c10::Stream stream) {
+  if (!recording) return;
+  auto frames = action == TraceEntry::ALLOC ? torch::CapturedTraceback::gather(/*python=*/true, false, false) : nullptr;
+  const std::lock_guard lock(history_mutex);
+  entries.emplace_back(action, stream.device_index(), reinterpret_cast<size_t>(address), size,
+      reinterpret_cast<void*>(stream.id()), c10::MempoolId_t{0, 0}, c10::getApproximateTime(), std::move(frames));
+}
+
+// ---- device memory ----
 
 struct Block {
   void* address;
@@ -37,7 +54,7 @@ struct Pool final : c10::DeviceAllocator {
   std::unordered_map<void*, Block> used;
   std::map<std::tuple<c10::DeviceIndex, c10::StreamId, size_t>, std::vector<Block>> cached;
   std::vector<std::pair<Block, std::vector<acme_event*>>> pending; // freed, but other streams may still use them
-  std::vector<DeviceStats> stats{static_cast<size_t>(device_count())};
+  std::vector<DeviceStats> stats{static_cast<size_t>(acme_device_count())};
 
   static size_t rounded(size_t bytes) {
     constexpr size_t kSmall = 512, kLarge = size_t{2} << 20;
@@ -82,7 +99,7 @@ struct Pool final : c10::DeviceAllocator {
       }
       if (error == ACME_OUT_OF_MEMORY) {
         ++of.num_ooms;
-        keep_history("oom", nullptr, bytes, stream);
+        keep(TraceEntry::OOM, nullptr, bytes, stream);
       }
       check(error, c10::str("cannot allocate ", bytes, " bytes on ", stream.device()).c_str());
       ++of.num_device_alloc;
@@ -92,7 +109,7 @@ struct Pool final : c10::DeviceAllocator {
     count(block, 1);
     used.emplace(block.address, block);
     lock.unlock(); // the history may take Python's lock
-    keep_history("alloc", block.address, bytes, stream);
+    keep(TraceEntry::ALLOC, block.address, bytes, stream);
     return block.address;
   }
 
@@ -110,7 +127,7 @@ struct Pool final : c10::DeviceAllocator {
     block.users.clear();
     pending.emplace_back(block, std::move(events));
     lock.unlock();
-    keep_history("free_completed", address, block.requested, block.stream);
+    keep(TraceEntry::FREE_COMPLETED, address, block.requested, block.stream);
   }
 
   // Moves the blocks that no other stream uses any more to the cache.
@@ -183,7 +200,6 @@ struct Pool final : c10::DeviceAllocator {
   }
 };
 
-// Leaked: storages may be freed after main().
 Pool& pool() {
   static Pool* instance = new Pool;
   return *instance;
@@ -219,8 +235,19 @@ const bool pinned_registered = (at::setHostAllocator(kDevice, &pinned_allocator)
 
 } // namespace
 
-c10::Allocator* device_allocator() {
+c10::DeviceAllocator* device_allocator() {
   return &pool();
+}
+
+void record_history(bool on) {
+  const std::lock_guard lock(history_mutex);
+  recording = on;
+  entries.clear();
+}
+
+std::vector<TraceEntry> history() {
+  const std::lock_guard lock(history_mutex);
+  return entries;
 }
 
 c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {

@@ -100,7 +100,7 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
 }
 
 void record_stream(at::Tensor& self, at::Stream stream) {
-  c10::getDeviceAllocator(kDevice)->recordStream(self.storage().data_ptr(), stream);
+  record_use(self, stream);
 }
 
 // ---- copies ----
@@ -111,19 +111,9 @@ bool is_plain(const at::Tensor& a, const at::Tensor& b) {
       a.is_non_overlapping_and_dense() && a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg();
 }
 
-// Makes `stream` wait for what `other` has been given so far.
-void wait_for(c10::Stream stream, c10::Stream other) {
-  if (stream == other) return;
-  acme_event* event = nullptr;
-  check(acme_event_create(&event), "copy_");
-  check(acme_event_record(event, native(other)), "copy_");
-  check(acme_stream_wait(native(stream), event), "copy_");
-  acme_event_destroy(event);
-}
-
 // On one device: any strides and dtypes.
 void copy_strided(const at::Tensor& from, const at::Tensor& to) {
-  launch(native_stream(to.device().index()), "copy_",
+  launch(native_stream(to), "copy_",
       [from = View(from), to = View(to), conj = from.is_conj() != to.is_conj(), neg = from.is_neg() != to.is_neg()] {
         at::Tensor source = from.tensor();
         if (conj) source = source.conj();

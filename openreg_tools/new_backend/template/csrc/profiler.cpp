@@ -1,4 +1,4 @@
-// The device in torch.profiler, as a plugin of Kineto, and the history of its memory. Rung 9.
+// The device in torch.profiler, as a plugin of Kineto. Rung 9.
 //
 // Documents: none of the four describes profiling. torch/csrc/profiler/standalone/privateuse1_profiler.h in PyTorch's
 // headers does.
@@ -9,7 +9,6 @@
 #include <output_base.h>
 #include <torch/csrc/profiler/standalone/privateuse1_profiler.h>
 
-#include <chrono>
 #include <map>
 #include <mutex>
 #include <set>
@@ -17,7 +16,6 @@
 #include <vector>
 
 #include "common.h"
-#include "history.h"
 
 namespace acme {
 namespace {
@@ -113,32 +111,5 @@ struct Profiler final : libkineto::IActivityProfiler {
 };
 REGISTER_PRIVATEUSE1_PROFILER(Profiler);
 
-// ---- the history of memory ----
-
-std::mutex history_mutex;
-std::atomic<bool> recording{false};
-auto& entries = *new std::vector<HistoryEntry>; // leaked: memory may be freed after main()
-
 } // namespace
-
-void record_history(bool on) {
-  std::lock_guard lock(history_mutex);
-  recording = on;
-  entries.clear();
-}
-
-void keep_history(const char* action, void* address, size_t size, c10::Stream stream) {
-  if (!recording) return;
-  const auto time = std::chrono::system_clock::now().time_since_epoch();
-  HistoryEntry entry{action, address, size, stream, std::chrono::duration_cast<std::chrono::microseconds>(time).count(),
-      *action == 'a' ? torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false) : nullptr};
-  std::lock_guard lock(history_mutex);
-  entries.push_back(std::move(entry));
-}
-
-std::vector<HistoryEntry> history() {
-  std::lock_guard lock(history_mutex);
-  return entries;
-}
-
 } // namespace acme

@@ -2,8 +2,6 @@
 //
 // Document: "Facilitating New Backend Integration by PrivateUse1", section "Register serialization/deserialization
 // functions for new backend metadata".
-#include "serialization.h"
-
 #include <torch/csrc/jit/serialization/pickler_helper.h>
 #include <unistd.h>
 

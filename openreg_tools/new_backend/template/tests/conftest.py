@@ -5,7 +5,6 @@ import sys
 import textwrap
 
 import torch
-
 import torch_acme  # noqa: F401
 
 torch.manual_seed(0)

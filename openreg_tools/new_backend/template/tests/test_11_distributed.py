@@ -19,7 +19,8 @@ def _run(rank, function, file, failures):
         timeout = datetime.timedelta(seconds=60)
         dist.init_process_group(init_method=f"file://{file}", rank=rank, world_size=WORLD, timeout=timeout)
         function(rank)
-        dist.barrier()
+        if function is not _mismatch:  # which breaks the group
+            dist.barrier()
         dist.destroy_process_group()
         failures.put(None)
     except Exception:

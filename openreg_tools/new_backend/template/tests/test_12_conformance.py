@@ -10,7 +10,6 @@ import torch
 from torch.testing._internal.common_device_type import instantiate_device_type_tests, ops
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_utils import TestCase
-
 from torch_acme import device_type
 
 OPERATORS = (

@@ -4,15 +4,34 @@ Rungs 1, 5, 6 and 7. Document: "Facilitating New Backend Integration by PrivateU
 generators list functions that PyTorch calls here.
 """
 
+import functools
 import os
-from types import SimpleNamespace
+import types
 from typing import Any
 
 import torch
+from torch.accelerator import current_stream, empty_cache, max_memory_allocated, memory_allocated  # noqa: F401
+from torch.accelerator import memory_reserved, memory_stats, set_stream, synchronize  # noqa: F401
 
 from torch_acme import _C
 
 _pid = os.getpid()
+
+
+def _index(device: Any) -> int:
+    """The index of a device given as None (the current one), an index, a string or a torch.device."""
+    if isinstance(device, str | torch.device):
+        device = torch.device(device).index
+    return _C.current_device() if device is None else device
+
+
+# ---- rung 1: devices ----
+
+device_count, current_device = _C.device_count, _C.current_device
+
+
+def is_available() -> bool:
+    return _C.device_count() > 0
 
 
 def _is_in_bad_fork() -> bool:
@@ -20,41 +39,12 @@ def _is_in_bad_fork() -> bool:
     return os.getpid() != _pid and _C.device_count() == 0
 
 
-def _index(device: Any = None) -> int:
-    """The index of a device given as None (the current one), an index, a string or a torch.device."""
-    if isinstance(device, str):
-        device = torch.device(device)
-    if isinstance(device, torch.device):
-        if device.type != "acme":
-            raise ValueError(f"expected a device of type acme, but got {device}")
-        device = device.index
-    return _C.current_device() if device is None else device
-
-
-# ---- rung 1: devices ----
-
-
-def is_available() -> bool:
-    return _C.device_count() > 0
-
-
 def is_initialized() -> bool:
     return not _is_in_bad_fork()
 
 
-def init() -> None:
+def _lazy_init() -> None:
     """Does nothing: the devices are ready when the package is imported."""
-
-
-_lazy_init = init
-
-
-def device_count() -> int:
-    return _C.device_count()
-
-
-def current_device() -> int:
-    return _C.current_device()
 
 
 def set_device(device: Any) -> None:
@@ -74,21 +64,14 @@ class device:
         _C.exchange_device(self.before)
 
 
-def synchronize(device: Any = None) -> None:
-    torch.accelerator.synchronize(_index(device))
-
-
-def get_device_name(device: Any = None) -> str:
-    return f"acme {_index(device)}"
-
-
 def get_device_properties(device: Any = None) -> Any:
-    index = _index(device)
-    total = torch.accelerator.get_memory_info(index)[1]
-    return SimpleNamespace(name=get_device_name(index), total_memory=total, multi_processor_count=1)
+    total = torch.accelerator.get_memory_info(_index(device))[1]
+    return types.SimpleNamespace(name="acme", total_memory=total, multi_processor_count=1)
 
 
-set_fallback_policy = _C.set_fallback_policy  # rung 4
+# ---- rung 4: the fallback ----
+
+set_fallback_policy = _C.set_fallback_policy
 
 
 def fallback_counts(reset: bool = False) -> dict[str, int]:
@@ -96,30 +79,17 @@ def fallback_counts(reset: bool = False) -> dict[str, int]:
     return dict(sorted(_C.fallback_counts(reset).items(), key=lambda entry: -entry[1]))
 
 
-# ---- rung 5: streams and events; torch.Stream and torch.Event work on every device ----
+# ---- rung 5: streams and events ----
+
+Event = functools.partial(torch.Event, "acme")
 
 
-def Stream(device: Any = None, priority: int = 0, **existing: Any) -> torch.Stream:  # noqa: N802
-    return (
-        torch.Stream(**existing) if existing else torch.Stream(torch.device("acme", _index(device)), priority=priority)
-    )
-
-
-def Event(enable_timing: bool = False, **options: Any) -> torch.Event:  # noqa: N802
-    return torch.Event("acme", enable_timing=enable_timing, **options)
-
-
-def current_stream(device: Any = None) -> torch.Stream:
-    return torch.accelerator.current_stream(_index(device))
+def Stream(device: Any = None, **options: Any) -> torch.Stream:  # noqa: N802
+    return torch.Stream(torch.device("acme", _index(device)), **options)
 
 
 def default_stream(device: Any = None) -> torch.Stream:
-    type_ = torch._C._autograd.DeviceType.PrivateUse1
-    return torch.Stream(stream_id=0, device_index=_index(device), device_type=int(type_))
-
-
-def set_stream(stream: torch.Stream) -> None:
-    torch.accelerator.set_stream(stream)
+    return torch.Stream(stream_id=0, device_index=_index(device), device_type=20)  # c10::DeviceType::PrivateUse1
 
 
 def stream(stream: torch.Stream) -> torch.Stream:
@@ -141,14 +111,6 @@ def manual_seed_all(seed: int) -> None:
         generator.manual_seed(seed)
 
 
-def seed() -> int:
-    return default_generators[_C.current_device()].seed()
-
-
-def initial_seed() -> int:
-    return default_generators[_C.current_device()].initial_seed()
-
-
 def get_rng_state(device: Any = None) -> torch.Tensor:
     return default_generators[_index(device)].get_state()
 
@@ -159,41 +121,22 @@ def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
 
 # ---- rung 7: mixed precision ----
 
+is_autocast_enabled = functools.partial(torch.is_autocast_enabled, "acme")
+set_autocast_enabled = functools.partial(torch.set_autocast_enabled, "acme")
+get_autocast_dtype = functools.partial(torch.get_autocast_dtype, "acme")
+set_autocast_dtype = functools.partial(torch.set_autocast_dtype, "acme")
+
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16]
 
 
-def is_autocast_enabled() -> bool:
-    return torch.is_autocast_enabled("acme")
+# ---- rung 10: Inductor asks for these when it compiles for the device for the first time ----
 
 
-def set_autocast_enabled(enabled: bool) -> None:
-    torch.set_autocast_enabled("acme", enabled)
+def __getattr__(name: str) -> Any:
+    if name in ("Scheduling", "PythonWrapperCodegen", "CppWrapperCodegen", "WrapperFxCodegen"):
+        from torch_acme import inductor
 
-
-def get_autocast_dtype() -> torch.dtype:
-    return torch.get_autocast_dtype("acme")
-
-
-def set_autocast_dtype(dtype: torch.dtype) -> None:
-    torch.set_autocast_dtype("acme", dtype)
-
-
-# ---- rung 9: memory; torch_acme/memory.py has the history ----
-
-
-def memory_allocated(device: Any = None) -> int:
-    return torch.accelerator.memory_allocated(_index(device))
-
-
-def max_memory_allocated(device: Any = None) -> int:
-    return torch.accelerator.max_memory_allocated(_index(device))
-
-
-def memory_reserved(device: Any = None) -> int:
-    return torch.accelerator.memory_reserved(_index(device))
-
-
-def empty_cache() -> None:
-    torch.accelerator.empty_cache()
+        return getattr(inductor, name)
+    raise AttributeError(f"module 'torch.acme' has no attribute {name!r}")

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch_acme import _C
 
+ACTIONS = {0: "alloc", 2: "free_completed", 8: "oom"}  # c10::CachingDeviceAllocator::TraceEntry::Action
+
 
 def _record_memory_history(enabled: str | None = "all", **_options: Any) -> None:
     """Record every allocation with its Python stack, until it is called with None. Forgets what was recorded before."""
@@ -17,14 +19,14 @@ def _snapshot(device: Any = None) -> dict[str, Any]:
     """The events since `_record_memory_history`, and the memory that they left in use."""
     traces: list[list[dict[str, Any]]] = [[] for _ in range(_C.device_count())]
     segments: dict[int, dict[str, Any]] = {}
-    for action, address, size, index, stream, time, frames in _C.history():
-        event = {"action": action, "size": size, "stream": stream, "time_us": time, "frames": frames}
-        traces[index].append(event | {"addr": address})
-        if action == "alloc":
-            block = {"address": address, "size": size, "requested_size": size, "state": "active_allocated"}
-            used = dict.fromkeys(("total_size", "allocated_size", "active_size", "requested_size"), size)
-            place = {"device": index, "address": address, "stream": stream, "segment_type": "large"}
-            segments[address] = place | used | {"blocks": [block | {"frames": frames}], "frames": []}
-        elif action == "free_completed":
+    for action, address, size, index, stream, frames in _C.history():
+        event = {"action": ACTIONS[action], "addr": address, "size": size, "stream": stream, "frames": frames}
+        traces[index].append(event)
+        if event["action"] == "alloc":
+            block = {"address": address, "size": size, "requested_size": size, "frames": frames}
+            sizes = dict.fromkeys(("total_size", "allocated_size", "active_size", "requested_size"), size)
+            place = {"device": index, "address": address, "stream": stream, "segment_type": "large", "frames": []}
+            segments[address] = place | sizes | {"blocks": [block | {"state": "active_allocated"}]}
+        else:
             segments.pop(address, None)
     return {"segments": list(segments.values()), "device_traces": traces, "allocator_settings": {}}

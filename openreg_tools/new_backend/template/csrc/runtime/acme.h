@@ -1,6 +1,6 @@
 // The runtime of the acme device: all that torch_acme knows about the hardware. Rungs 1 to 3, 5, 8 and 9.
 //
-// acme_cpu.c implements it on the CPU, so that the package runs without hardware. You replace that one file by calls of
+// acme_cpu.cpp implements it on the CPU, so that the package runs without hardware. You replace that one file by calls of
 // your driver. Document: "Facilitating New Backend Integration by PrivateUse1", which leaves this layer to the vendor.
 //
 // Each function is safe to call from any thread. Those that return acme_error return ACME_OK or the reason, and
