@@ -38,7 +38,9 @@ def check_name(name: str) -> None:
     import torch
 
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
-        raise Wrong(f"expected a name of lower-case letters, digits and single underscores, such as acme, but got {name!r}")
+        raise Wrong(
+            f"expected a name of lower-case letters, digits and single underscores, such as acme, but got {name!r}"
+        )
     if keyword.iskeyword(name) or name in CPP_WORDS:
         raise Wrong(f"{name} is a reserved word in Python or C++; choose another name")
     try:

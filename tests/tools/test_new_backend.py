@@ -48,7 +48,7 @@ def test_writes_the_package(name, tmp_path, capsys):
         assert "acme" not in f"{path.relative_to(folder)}{path.read_text()}".lower(), path
         if path.suffix == ".py":
             compile(path.read_text(), path, "exec")
-    assert f"torch::autograd::Function" in (folder / "csrc/kernels.cpp").read_text()
+    assert "torch::autograd::Function" in (folder / "csrc/kernels.cpp").read_text()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,9 @@ def test_command(tmp_path):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_wheel_has_the_template(tmp_path):
-    shutil.copytree(TOOLS, tmp_path / "openreg_tools", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    shutil.copytree(
+        TOOLS, tmp_path / "openreg_tools", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    )
     words = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "."]
     subprocess.run([*words, "./openreg_tools"], cwd=tmp_path, check=True)
     (wheel,) = tmp_path.glob("*.whl")

@@ -30,8 +30,9 @@ PYBIND11_MODULE(_C, m) {
     for (const auto& entry : history()) {
       std::vector<torch::CapturedTraceback*> frames;
       if (entry.context_) frames.push_back(static_cast<torch::CapturedTraceback*>(entry.context_.get()));
-      out.append(py::make_tuple(static_cast<int>(entry.action_), entry.addr_, entry.size_, static_cast<int>(entry.device_),
-          reinterpret_cast<intptr_t>(entry.stream_), frames.empty() ? py::list() : torch::py_symbolize(frames).front()));
+      out.append(py::make_tuple(static_cast<int>(entry.action_), entry.addr_, entry.size_,
+          static_cast<int>(entry.device_), reinterpret_cast<intptr_t>(entry.stream_),
+          frames.empty() ? py::list() : torch::py_symbolize(frames).front()));
     }
     return out;
   });

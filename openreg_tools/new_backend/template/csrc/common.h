@@ -4,6 +4,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 
@@ -18,6 +19,7 @@
 
 namespace acme {
 
+using Tensors = std::vector<at::Tensor>;
 constexpr c10::DeviceType kDevice = c10::DeviceType::PrivateUse1;
 
 inline c10::Device device_at(int index) {
@@ -37,8 +39,12 @@ c10::DeviceIndex exchange_device(c10::DeviceIndex device);
 c10::DeviceIndex checked_index(int64_t index); // -1 is the current device; raises if there is no such device
 c10::Stream current_stream(c10::DeviceIndex device);
 acme_stream* native(c10::Stream stream);
-inline acme_stream* native_stream(c10::DeviceIndex device) { return native(current_stream(device)); }
-inline acme_stream* native_stream(const at::TensorBase& x) { return native_stream(x.device().index()); }
+inline acme_stream* native_stream(c10::DeviceIndex device) {
+  return native(current_stream(device));
+}
+inline acme_stream* native_stream(const at::TensorBase& x) {
+  return native_stream(x.device().index());
+}
 void synchronize(c10::Stream stream); // waits for its work, and raises if a kernel failed
 void wait_for(c10::Stream stream, c10::Stream other); // later work of `stream` waits for what `other` has now
 
@@ -84,7 +90,7 @@ T* local(T* pointer) {
 // The geometry of a tensor, which a kernel owns. In a kernel, tensor() is a CPU tensor over the same memory, with which
 // the stand-in's kernels call ATen. A kernel for real hardware reads the fields.
 struct View {
-  explicit View(const at::TensorBase& x)
+  View(const at::TensorBase& x)
       : data(const_cast<void*>(x.const_data_ptr())), sizes(x.sizes().vec()), strides(x.strides().vec()),
         dtype(x.scalar_type()) {}
   at::Tensor tensor() const; // operators.cpp
@@ -115,6 +121,20 @@ void launch(acme_stream* stream, const char* name, Work work) {
   };
   check(acme_launch(stream, name, kernel, &pointer, sizeof pointer), name);
   owned.release(); // the kernel deletes it
+}
+
+// Returns a contiguous result with the shape and dtype of inputs[0], which the kernel `work(result, inputs)` computes.
+// It gets CPU tensors over the memory of the device.
+template <class Work>
+at::Tensor compute(const char* name, const Tensors& inputs, Work work) {
+  at::Tensor result = at::empty_like(inputs[0], at::MemoryFormat::Contiguous);
+  std::vector<View> views(inputs.begin(), inputs.end());
+  launch(native_stream(result), name, [to = View(result), views, work] {
+    Tensors local;
+    for (const View& view : views) local.push_back(view.tensor());
+    work(to.tensor(), local);
+  });
+  return result;
 }
 
 } // namespace acme

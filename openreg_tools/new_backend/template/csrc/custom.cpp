@@ -1,9 +1,10 @@
 // Three custom operators, one in each style of derivative. torch_acme/meta.py has their fake kernels. Rung 4.
 //
-// Documents: "Operator Registration", section "Custom Operators"; "Extending dispatcher for a new backend in C++", section
-// "Custom operator support".
-#include <ATen/ops/empty.h>
-#include <ATen/ops/mul.h>
+// Documents: "Operator Registration", section "Custom Operators"; "Extending dispatcher for a new backend in C++",
+// section "Custom operator support".
+#include <ATen/ops/abs.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
 #include <c10/core/DispatchKeySet.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -14,65 +15,42 @@
 namespace acme {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-// Runs f(x, i) for each element i of float32 tensors of one shape.
-template <class Function>
-at::Tensor map(const char* name, at::TensorList inputs, Function f) {
-  for (const at::Tensor& x : inputs)
-    TORCH_CHECK(x.scalar_type() == at::kFloat && x.sizes() == inputs[0].sizes(), name,
-        ": expected float32 tensors of one shape, but got ", x.scalar_type(), x.sizes(), "; convert them with .to()");
-  const at::Tensor a = inputs[0].contiguous(), b = inputs[inputs.size() - 1].contiguous();
-  at::Tensor result = at::empty(a.sizes(), a.options());
-  launch(native_stream(a), name,
-      [f, x = a.const_data_ptr<float>(), y = b.const_data_ptr<float>(), to = result.mutable_data_ptr<float>(),
-          n = a.numel()] {
-        const float *first = local(x), *last = local(y);
-        float* out = local(to);
-        for (int64_t i = 0; i < n; ++i) out[i] = f(first[i], last[i]);
-      });
-  return result;
-}
-
 // ---- forward only: asking for a derivative is an error ----
 
 at::Tensor custom_abs(const at::Tensor& x) {
-  return map("custom_abs", {x}, [](float x, float) { return std::abs(x); });
+  return compute("custom_abs", {x}, [](at::Tensor to, const Tensors& x) { at::abs_out(to, x[0]); });
 }
 
 // ---- a separate operator for the derivative, with a kernel of its own: y = x * sigmoid(x) ----
 // torch_acme/meta.py connects the two with torch.library.register_autograd().
 
-float sigmoid(float x) {
-  return 1 / (1 + std::exp(-x));
-}
-
 at::Tensor swish(const at::Tensor& x) {
-  return map("swish", {x}, [](float x, float) { return x * sigmoid(x); });
+  TORCH_CHECK(at::isFloatingType(x.scalar_type()), "swish: expected a float dtype, but got ", x.scalar_type(),
+      "; convert x with .to()");
+  return compute("swish", {x}, [](at::Tensor to, const Tensors& x) { at::silu_out(to, x[0]); });
 }
 
 at::Tensor swish_backward(const at::Tensor& grad, const at::Tensor& x) {
-  return map("swish_backward", {grad, x}, [](float grad, float x) {
-    const float s = sigmoid(x);
-    return grad * (s + x * s * (1 - s));
-  });
+  TORCH_CHECK(grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type(),
+      "swish_backward: expected grad with the shape and dtype of x");
+  return compute(
+      "swish_backward", {grad, x}, [](at::Tensor to, const Tensors& x) { to.copy_(at::silu_backward(x[0], x[1])); });
 }
 
 // ---- a torch::autograd::Function, whose backward is made of PyTorch's operators: y = scale * x ----
 
 at::Tensor scaled(const at::Tensor& x, double scale) {
-  return map("scaled", {x}, [scale](float x, float) { return static_cast<float>(scale) * x; });
+  return compute("scaled", {x}, [scale](at::Tensor to, const Tensors& x) { to.copy_(x[0] * scale); });
 }
 
 struct Scaled : torch::autograd::Function<Scaled> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, double scale) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, double scale) {
     at::AutoDispatchBelowADInplaceOrView below;
     context->saved_data["scale"] = scale;
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("acme::scaled", "").typed<decltype(scaled)>();
     return op.call(x, scale);
   }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
+  static Tensors backward(torch::autograd::AutogradContext* context, Tensors grads) {
     return {grads[0] * context->saved_data["scale"].toDouble(), at::Tensor()};
   }
 };

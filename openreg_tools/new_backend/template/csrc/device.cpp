@@ -25,7 +25,8 @@ struct Streams {
   std::atomic<unsigned> next{0};
 };
 Streams& streams_of(c10::DeviceIndex device) {
-  static auto* all = new std::vector<Streams>(static_cast<size_t>(acme_device_count())); // leaked: threads may outlive main()
+  static auto* all =
+      new std::vector<Streams>(static_cast<size_t>(acme_device_count())); // leaked: threads may outlive main()
   return all->at(static_cast<size_t>(device));
 }
 
@@ -51,7 +52,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override { thread_device = device.index(); }
 
   c10::Stream getStream(c10::Device device) const override { return current_stream(checked_index(device.index())); }
-  c10::Stream getDefaultStream(c10::Device device) const override { return stream_at(checked_index(device.index()), 0); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return stream_at(checked_index(device.index()), 0);
+  }
   c10::Stream getNewStream(c10::Device device, int) const override {
     const auto index = checked_index(device.index());
     return stream_at(index, 1 + streams_of(index).next++ % (kStreams - 1));
@@ -75,7 +78,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     device_allocator()->recordStream(data, stream);
   }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag) const override {
+  void record(
+      void** event, const c10::Stream& stream, const c10::DeviceIndex device, const c10::EventFlag) const override {
     TORCH_CHECK(device == -1 || device == stream.device_index(), "acme: an event of device ", static_cast<int>(device),
         " cannot be recorded on a stream of device ", static_cast<int>(stream.device_index()));
     acme_event* made = event_of(*event);
@@ -119,7 +123,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* pointer) const override { return acme_memory_of(pointer, nullptr) == ACME_PINNED; }
   at::Device getDeviceFromPtr(void* pointer) const override {
     int device = 0;
-    TORCH_CHECK(acme_memory_of(pointer, &device) == ACME_DEVICE, "acme: ", pointer, " is not an address of device memory");
+    TORCH_CHECK(
+        acme_memory_of(pointer, &device) == ACME_DEVICE, "acme: ", pointer, " is not an address of device memory");
     return device_at(device);
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
@@ -144,8 +149,9 @@ c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
 
 c10::DeviceIndex checked_index(int64_t index) {
   if (index == -1) return thread_device;
-  TORCH_CHECK(index >= 0 && index < acme_device_count(), "acme: there is no device acme:", index, "; expected an index below ",
-      acme_device_count(), acme_device_count() ? "" : " (a child of fork() has no devices: start it with spawn)");
+  TORCH_CHECK(index >= 0 && index < acme_device_count(), "acme: there is no device acme:", index,
+      "; expected an index below ", acme_device_count(),
+      acme_device_count() ? "" : " (a child of fork() has no devices: start it with spawn)");
   return static_cast<c10::DeviceIndex>(index);
 }
 
@@ -154,8 +160,8 @@ c10::Stream current_stream(c10::DeviceIndex device) {
 }
 
 acme_stream* native(c10::Stream stream) {
-  TORCH_CHECK(stream.device_type() == kDevice && stream.id() >= 0 && stream.id() < kStreams, "acme: there is no stream ",
-      stream.id(), " on ", stream.device(), "; make one with torch.Stream()");
+  TORCH_CHECK(stream.device_type() == kDevice && stream.id() >= 0 && stream.id() < kStreams,
+      "acme: there is no stream ", stream.id(), " on ", stream.device(), "; make one with torch.Stream()");
   Streams& streams = streams_of(checked_index(stream.device_index()));
   std::lock_guard lock(streams.mutex);
   acme_stream*& made = streams.made[static_cast<size_t>(stream.id())];

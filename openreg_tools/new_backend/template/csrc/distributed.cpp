@@ -26,7 +26,6 @@
 namespace acme {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
 using Lists = std::vector<Tensors>;
 using c10d::OpType;
 using c10d::ReduceOp;
@@ -74,8 +73,9 @@ struct Transfer {
       (send ? written : read) += now;
       moved += now;
       if (!send && moved == sizeof header)
-        TORCH_CHECK(got.call == header.call && got.bytes == header.bytes, "another rank made a different call: it sends ",
-            got.bytes, " bytes, but ", header.bytes, " were expected; compare operations, shapes, dtypes and tags");
+        TORCH_CHECK(got.call == header.call && got.bytes == header.bytes,
+            "another rank made a different call: it sends ", got.bytes, " bytes, but ", header.bytes,
+            " were expected; compare operations, shapes, dtypes and tags");
     }
     return moved > before;
   }
@@ -167,17 +167,6 @@ struct Backend final : c10d::Backend {
   WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override {
     return call(OpType::_ALLGATHER_BASE, {}, to_all(input), parts(output), {output});
   }
-  WorkPointer gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
-    const Tensors received = rank_ == opts.rootRank ? outputs[0] : Tensors();
-    return call(OpType::GATHER, {opts.rootRank}, to_one(inputs[0], opts.rootRank), received, received);
-  }
-  WorkPointer scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) override {
-    return call(OpType::SCATTER, {opts.rootRank}, rank_ == opts.rootRank ? inputs[0] : Tensors(),
-        to_one(outputs[0], opts.rootRank), outputs);
-  }
-  WorkPointer alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
-    return call(OpType::ALLTOALL, {}, inputs, outputs, outputs);
-  }
   WorkPointer alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
       std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions&) override {
     return call(OpType::ALLTOALL_BASE, {}, parts(input, input_sizes), parts(output, output_sizes), {output});
@@ -246,7 +235,9 @@ struct Backend final : c10d::Backend {
     const bool receives = root < 0 || root == rank_;
     for (size_t peer = 0; peer < inputs.size(); ++peer)
       if (root >= 0 && static_cast<int64_t>(peer) != root) inputs[peer] = at::Tensor();
-    const auto after = [from = View(all), to = View(output), op = op.op_] { reduce_ranks(from.tensor(), op, to.tensor()); };
+    const auto after = [from = View(all), to = View(output), op = op.op_] {
+      reduce_ranks(from.tensor(), op, to.tensor());
+    };
     return call(type, {static_cast<int64_t>(op.op_), root}, inputs, receives ? all.unbind(0) : Tensors(), {output},
         receives ? std::function<void()>(after) : nullptr);
   }
@@ -270,8 +261,8 @@ struct Backend final : c10d::Backend {
   // The part of a tensor that belongs to each rank.
   Tensors parts(const at::Tensor& x, const std::vector<int64_t>& sizes = {}) {
     if (!sizes.empty()) return x.split_with_sizes(sizes);
-    TORCH_CHECK(x.dim() > 0 && x.size(0) % size_ == 0, "acmeccl: expected a first dimension that is a multiple of ", size_,
-        ", the number of ranks, but got shape ", x.sizes());
+    TORCH_CHECK(x.dim() > 0 && x.size(0) % size_ == 0, "acmeccl: expected a first dimension that is a multiple of ",
+        size_, ", the number of ranks, but got shape ", x.sizes());
     return x.chunk(size_);
   }
 

@@ -24,7 +24,8 @@ void count(const std::string& name) {
   std::lock_guard lock(mutex);
   const int64_t calls = ++counts[name];
   TORCH_CHECK_NOT_IMPLEMENTED(policy != "error", name,
-      " has no kernel for acme, and ACME_FALLBACK is \"error\". Register a kernel for PrivateUse1, or allow the fallback "
+      " has no kernel for acme, and ACME_FALLBACK is \"error\". Register a kernel for PrivateUse1, or allow the "
+      "fallback "
       "with torch.acme.set_fallback_policy(\"allow\").");
   if (policy == "warn" && calls == 1) TORCH_WARN(name, " has no kernel for acme and runs on the CPU.");
 }
@@ -81,12 +82,12 @@ at::Tensor convolution(const at::Tensor& x, const at::Tensor& weight, const std:
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& grad, const at::Tensor& x,
-    const at::Tensor& weight, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
-    at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
+    const at::Tensor& weight, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+    bool transposed, at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
   count("aten::convolution_backward_overrideable");
   const int64_t channels = grad.size(1);
-  const auto [dx, dw, db] = at::convolution_backward(grad.cpu(), x.cpu(), weight.cpu(), at::IntArrayRef(channels), stride,
-      padding, dilation, transposed, output_padding, groups, mask);
+  const auto [dx, dw, db] = at::convolution_backward(grad.cpu(), x.cpu(), weight.cpu(), at::IntArrayRef(channels),
+      stride, padding, dilation, transposed, output_padding, groups, mask);
   const auto back = [&](const at::Tensor& y) { return y.defined() ? y.to(x.device()) : y; };
   return {back(dx), back(dw), back(db)};
 }

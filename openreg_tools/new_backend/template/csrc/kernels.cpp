@@ -23,7 +23,6 @@ namespace acme {
 namespace {
 
 using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 // ---- a required operator: fill_ has no other implementation ----
 
@@ -46,12 +45,7 @@ void abs_kernel(at::TensorIteratorBase& iter) {
 // The kernel replaces the decomposition, and with it the derivative. So both keys are registered.
 
 at::Tensor square(const at::Tensor& self) {
-  at::Tensor result = at::empty_like(self);
-  launch(native_stream(self), "square", [to = View(result), from = View(self)] {
-    at::Tensor result = to.tensor(), x = from.tensor();
-    at::mul_out(result, x, x);
-  });
-  return result;
+  return compute("square", {self}, [](at::Tensor to, const Tensors& x) { at::mul_out(to, x[0], x[0]); });
 }
 
 struct Square : torch::autograd::Function<Square> {
@@ -60,7 +54,7 @@ struct Square : torch::autograd::Function<Square> {
     context->save_for_backward({self});
     return at::square(self);
   }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
+  static Tensors backward(AutogradContext* context, Tensors grads) {
     return {grads[0] * (context->get_saved_variables()[0] * 2).conj()};
   }
 };
@@ -79,7 +73,7 @@ struct Selu : torch::autograd::Function<Selu> {
     context->save_for_backward({self});
     return selu_inference(self);
   }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
+  static Tensors backward(AutogradContext* context, Tensors grads) {
     return {at::elu_backward(grads[0], kAlpha, kScale, 1, /*is_result=*/false, context->get_saved_variables()[0])};
   }
 };

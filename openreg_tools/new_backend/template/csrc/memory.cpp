@@ -11,14 +11,12 @@
 #include <mutex>
 #include <tuple>
 #include <unordered_map>
-#include <vector>
 
 #include "common.h"
 
 namespace acme {
 namespace {
 
-using c10::CachingAllocator::Stat;
 using c10::CachingAllocator::StatArray;
 using c10::CachingAllocator::StatType;
 using c10::CachingDeviceAllocator::DeviceStats;
@@ -42,9 +40,10 @@ void keep(TraceEntry::Action action, void* address, size_t size, c10::Stream str
 
 struct Block {
   void* address;
-  size_t size, requested;
-  c10::Stream stream;             // that it was allocated on
-  std::vector<c10::Stream> users; // other streams, from record_stream()
+  size_t size;
+  c10::Stream stream;              // that it was allocated on
+  std::vector<c10::Stream> users;  // other streams, from record_stream()
+  std::vector<acme_event*> events; // once freed: where the work of these streams stood
 };
 
 // Freed blocks are kept for the next allocation of their size on their stream. Work on that stream which still uses a
@@ -53,39 +52,34 @@ struct Pool final : c10::DeviceAllocator {
   std::mutex mutex;
   std::unordered_map<void*, Block> used;
   std::map<std::tuple<c10::DeviceIndex, c10::StreamId, size_t>, std::vector<Block>> cached;
-  std::vector<std::pair<Block, std::vector<acme_event*>>> pending; // freed, but other streams may still use them
+  std::vector<Block> pending; // freed, but other streams may still use them
   std::vector<DeviceStats> stats{static_cast<size_t>(acme_device_count())};
 
-  static size_t rounded(size_t bytes) {
-    constexpr size_t kSmall = 512, kLarge = size_t{2} << 20;
-    const size_t unit = bytes < kLarge / 2 ? kSmall : kLarge;
-    return (bytes + unit - 1) / unit * unit;
-  }
-
-  // Adds to the statistics of all blocks, and of the small or large ones.
-  static void add(StatArray& stat, const Block& block, int64_t amount) {
+  // Adds `sign` blocks to the statistics: of all blocks, and of the small or large ones.
+  static void add(StatArray& sizes, StatArray& blocks, const Block& block, int sign) {
     const auto kind = block.size < (size_t{1} << 20) ? StatType::SMALL_POOL : StatType::LARGE_POOL;
-    for (const auto type : {StatType::AGGREGATE, kind}) {
-      auto& one = stat[static_cast<size_t>(type)];
-      amount < 0 ? one.decrease(static_cast<size_t>(-amount)) : one.increase(static_cast<size_t>(amount));
-    }
+    for (const auto type : {StatType::AGGREGATE, kind})
+      for (auto [stat, amount] : {std::pair(&sizes, block.size), std::pair(&blocks, size_t{1})}) {
+        auto& one = (*stat)[static_cast<size_t>(type)];
+        sign < 0 ? one.decrease(amount) : one.increase(amount);
+      }
   }
+  DeviceStats& stats_of(const Block& block) { return stats[static_cast<size_t>(block.stream.device_index())]; }
   void count(const Block& block, int sign) {
-    auto& of = stats[static_cast<size_t>(block.stream.device_index())];
-    const auto size = sign * static_cast<int64_t>(block.size);
-    for (StatArray* stat : {&of.allocated_bytes, &of.active_bytes}) add(*stat, block, size);
-    for (StatArray* stat : {&of.allocation, &of.active}) add(*stat, block, sign);
-    add(of.requested_bytes, block, sign * static_cast<int64_t>(block.requested));
-    const auto current = [](const StatArray& stat) { return static_cast<size_t>(stat[0].current); };
-    c10::reportMemoryUsageToProfiler(
-        block.address, size, current(of.allocated_bytes), current(of.reserved_bytes), block.stream.device());
+    DeviceStats& of = stats_of(block);
+    add(of.allocated_bytes, of.allocation, block, sign);
+    add(of.active_bytes, of.active, block, sign);
+    c10::reportMemoryUsageToProfiler(block.address, sign * static_cast<int64_t>(block.size),
+        static_cast<size_t>(of.allocated_bytes[0].current), static_cast<size_t>(of.reserved_bytes[0].current),
+        block.stream.device());
   }
 
   void* allocate(size_t bytes, c10::Stream stream) {
     std::unique_lock lock(mutex);
     collect();
-    Block block{nullptr, rounded(bytes), bytes, stream, {}};
-    auto& of = stats[static_cast<size_t>(stream.device_index())];
+    const size_t unit = bytes < (size_t{1} << 20) ? 512 : size_t{2} << 20;
+    Block block{nullptr, (bytes + unit - 1) / unit * unit, stream, {}, {}};
+    DeviceStats& of = stats_of(block);
     auto& free = cached[{stream.device_index(), stream.id(), block.size}];
     if (!free.empty()) {
       block.address = free.back().address;
@@ -102,9 +96,7 @@ struct Pool final : c10::DeviceAllocator {
         keep(TraceEntry::OOM, nullptr, bytes, stream);
       }
       check(error, c10::str("cannot allocate ", bytes, " bytes on ", stream.device()).c_str());
-      ++of.num_device_alloc;
-      add(of.reserved_bytes, block, static_cast<int64_t>(block.size));
-      add(of.segment, block, 1);
+      add(of.reserved_bytes, of.segment, block, 1);
     }
     count(block, 1);
     used.emplace(block.address, block);
@@ -115,44 +107,37 @@ struct Pool final : c10::DeviceAllocator {
 
   void free(void* address) {
     std::unique_lock lock(mutex);
-    const auto found = used.find(address);
-    if (found == used.end()) return;
-    Block block = std::move(found->second);
-    used.erase(found);
+    auto node = used.extract(address);
+    if (!node) return;
+    Block& block = node.mapped();
     count(block, -1);
-    std::vector<acme_event*> events;
     for (const auto& user : block.users)
       if (acme_event* event = nullptr; !acme_event_create(&event) && !acme_event_record(event, native(user)))
-        events.push_back(event);
-    block.users.clear();
-    pending.emplace_back(block, std::move(events));
+        block.events.push_back(event);
+    pending.push_back(block);
     lock.unlock();
-    keep(TraceEntry::FREE_COMPLETED, address, block.requested, block.stream);
+    keep(TraceEntry::FREE_COMPLETED, address, block.size, block.stream);
   }
 
   // Moves the blocks that no other stream uses any more to the cache.
   void collect() {
-    std::erase_if(pending, [&](auto& entry) {
-      auto& [block, events] = entry;
-      if (!std::all_of(events.begin(), events.end(), acme_event_query)) return false;
-      for (acme_event* event : events) acme_event_destroy(event);
+    std::erase_if(pending, [&](Block& block) {
+      if (!std::all_of(block.events.begin(), block.events.end(), acme_event_query)) return false;
+      for (acme_event* event : block.events) acme_event_destroy(event);
       cached[{block.stream.device_index(), block.stream.id(), block.size}].push_back(block);
       return true;
     });
   }
 
   void release_cached() {
-    for (auto& [block, events] : pending)
-      for (acme_event* event : events) acme_event_synchronize(event);
+    for (const Block& block : pending)
+      for (acme_event* event : block.events) acme_event_synchronize(event);
     collect();
     for (auto& [key, blocks] : cached)
       for (const Block& block : std::exchange(blocks, {})) {
-        auto& of = stats[static_cast<size_t>(block.stream.device_index())];
         synchronize(block.stream);
         check(acme_free(block.address), "empty_cache");
-        ++of.num_device_free;
-        add(of.reserved_bytes, block, -static_cast<int64_t>(block.size));
-        add(of.segment, block, -1);
+        add(stats_of(block).reserved_bytes, stats_of(block).segment, block, -1);
       }
   }
 
@@ -165,33 +150,33 @@ struct Pool final : c10::DeviceAllocator {
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {
-    std::lock_guard lock(mutex);
+    const std::lock_guard lock(mutex);
     release_cached();
   }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
-    std::lock_guard lock(mutex);
+    const std::lock_guard lock(mutex);
     const auto found = used.find(data.get());
     if (found == used.end() || found->second.stream == stream) return;
     auto& users = found->second.users;
     if (std::find(users.begin(), users.end(), stream) == users.end()) users.push_back(stream);
   }
   DeviceStats getDeviceStats(c10::DeviceIndex device) override {
-    std::lock_guard lock(mutex);
+    const std::lock_guard lock(mutex);
     return stats.at(static_cast<size_t>(checked_index(device)));
   }
   template <class Reset>
   void for_each_stat(c10::DeviceIndex device, Reset reset) {
-    std::lock_guard lock(mutex);
-    auto& of = stats.at(static_cast<size_t>(checked_index(device)));
-    for (StatArray* stats : {&of.allocation, &of.segment, &of.active, &of.allocated_bytes, &of.reserved_bytes,
-             &of.active_bytes, &of.requested_bytes})
-      for (Stat& stat : *stats) reset(stat);
+    const std::lock_guard lock(mutex);
+    DeviceStats& of = stats.at(static_cast<size_t>(checked_index(device)));
+    for (StatArray* array :
+        {&of.allocation, &of.allocated_bytes, &of.active, &of.active_bytes, &of.segment, &of.reserved_bytes})
+      for (auto& stat : *array) reset(stat);
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override {
-    for_each_stat(device, [](Stat& stat) { stat.reset_accumulated(); });
+    for_each_stat(device, [](auto& stat) { stat.reset_accumulated(); });
   }
   void resetPeakStats(c10::DeviceIndex device) override {
-    for_each_stat(device, [](Stat& stat) { stat.reset_peak(); });
+    for_each_stat(device, [](auto& stat) { stat.reset_peak(); });
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     std::pair<size_t, size_t> info;
@@ -215,7 +200,9 @@ const bool registered = (c10::SetAllocator(kDevice, &pool()), true);
 // ---- pinned memory: PyTorch's caching allocator, with the runtime's memory and events ----
 
 struct PinnedPool final : at::CachingHostAllocatorImpl<c10::Stream, acme_event*> {
-  void allocate_host_memory(size_t size, void** pointer) override { check(acme_host_malloc(size, pointer), "pin_memory"); }
+  void allocate_host_memory(size_t size, void** pointer) override {
+    check(acme_host_malloc(size, pointer), "pin_memory");
+  }
   void free_block(at::HostBlock<c10::Stream>* block) override { acme_host_free(block->ptr_); }
   void record_stream(std::optional<std::vector<acme_event*>>& events, c10::Stream stream) override {
     if (!events) events.emplace();
@@ -239,6 +226,11 @@ c10::DeviceAllocator* device_allocator() {
   return &pool();
 }
 
+c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {
+  void* address = bytes ? pool().allocate(bytes, current_stream(checked_index(device))) : nullptr;
+  return {address, address, &free_memory, device_at(device)};
+}
+
 void record_history(bool on) {
   const std::lock_guard lock(history_mutex);
   recording = on;
@@ -248,11 +240,6 @@ void record_history(bool on) {
 std::vector<TraceEntry> history() {
   const std::lock_guard lock(history_mutex);
   return entries;
-}
-
-c10::DataPtr allocate_on(c10::DeviceIndex device, size_t bytes) {
-  void* address = bytes ? pool().allocate(bytes, current_stream(checked_index(device))) : nullptr;
-  return {address, address, &free_memory, device_at(device)};
 }
 
 } // namespace acme

@@ -34,7 +34,8 @@ constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
 // Makes the device of a new tensor current, and checks what was asked for.
 c10::Device checked(std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pinned) {
-  TORCH_CHECK(layout.value_or(c10::kStrided) == c10::kStrided, "acme: only strided tensors can be created, not ", *layout);
+  TORCH_CHECK(
+      layout.value_or(c10::kStrided) == c10::kStrided, "acme: only strided tensors can be created, not ", *layout);
   TORCH_CHECK(!pinned.value_or(false), "acme: only CPU tensors can be pinned; drop pin_memory or device");
   return device_at(checked_index(device ? device->index() : -1));
 }
@@ -67,7 +68,8 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::opt
   return self;
 }
 
-at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+at::Tensor& set_storage(
+    at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
   at::native::checkSetStorage(self, source, offset, size, stride);
   self.unsafeGetTensorImpl()->set_storage_offset(offset);
   if (stride.data()) self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);

@@ -22,7 +22,8 @@ struct Metadata final : c10::BackendMeta {
 };
 
 void save(const at::Tensor& tensor, std::unordered_map<std::string, bool>& facts) {
-  if (const auto* of = dynamic_cast<const Metadata*>(tensor.unsafeGetTensorImpl()->get_backend_meta())) facts = of->facts;
+  if (const auto* of = dynamic_cast<const Metadata*>(tensor.unsafeGetTensorImpl()->get_backend_meta()))
+    facts = of->facts;
 }
 
 void load(const at::Tensor& tensor, std::unordered_map<std::string, bool>& facts) {
@@ -48,8 +49,8 @@ void close_memory(void* context) {
 std::string share_memory(const c10::Storage& storage) {
   const c10::DeviceIndex device = storage.device().index();
   synchronize(current_stream(device)); // the other process has streams of its own
-  acme_ipc_handle handle;
-  check(acme_ipc_export(storage.data(), &handle), "share_memory");
+  acme_ipc_handle handle{};
+  if (storage.nbytes()) check(acme_ipc_export(storage.data(), &handle), "share_memory");
   return {reinterpret_cast<const char*>(&handle), sizeof handle};
 }
 
@@ -58,7 +59,7 @@ c10::Storage open_memory(const std::string& bytes, size_t size, int64_t device, 
   TORCH_CHECK(bytes.size() == sizeof handle, "open_memory: expected the bytes that share_memory() returned");
   std::memcpy(&handle, bytes.data(), sizeof handle);
   void* pointer = nullptr;
-  check(acme_ipc_open(&handle, &pointer), "open_memory");
+  if (size) check(acme_ipc_open(&handle, &pointer), "open_memory");
   c10::DataPtr data(pointer, new Opened{pointer, file}, &close_memory, device_at(checked_index(device)));
   return {c10::Storage::use_byte_size_t(), size, std::move(data), device_allocator(), /*resizable=*/false};
 }

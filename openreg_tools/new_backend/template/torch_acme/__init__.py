@@ -24,10 +24,9 @@ torch.utils.generate_methods_for_privateuse1_backend(
     for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
 )
 
-from torch_acme import memory, meta, sharing  # noqa: E402
+from torch_acme import memory, meta, sharing  # noqa: E402, F401
 
 device.memory = sys.modules["torch.acme.memory"] = memory
-sharing.register()
 
 
 def _process_group(group, options):

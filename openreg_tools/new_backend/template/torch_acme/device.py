@@ -10,8 +10,16 @@ import types
 from typing import Any
 
 import torch
-from torch.accelerator import current_stream, empty_cache, max_memory_allocated, memory_allocated  # noqa: F401
-from torch.accelerator import memory_reserved, memory_stats, set_stream, synchronize  # noqa: F401
+from torch.accelerator import (  # noqa: F401  # noqa: F401
+    current_stream,
+    empty_cache,
+    max_memory_allocated,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    set_stream,
+    synchronize,
+)
 
 from torch_acme import _C
 

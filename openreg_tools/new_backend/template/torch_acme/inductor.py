@@ -39,7 +39,15 @@ class Interface(device_interface.DeviceInterface):
         """For Inductor's compile processes, which do not use the device."""
 
 
-for name in ("is_available", "device_count", "synchronize", "stream", "current_stream", "set_stream", "memory_allocated"):
+for name in (
+    "is_available",
+    "device_count",
+    "synchronize",
+    "stream",
+    "current_stream",
+    "set_stream",
+    "memory_allocated",
+):
     setattr(Interface, name, staticmethod(getattr(device, name)))
 for name in ("set_device", "current_device", "get_device_properties"):
     setattr(Interface, name, staticmethod(getattr(device, name)))
@@ -82,7 +90,9 @@ class Group(cpp.KernelGroup):
 
     def call_kernel(self, wrapper: Any, kernel_name: str) -> None:
         _, values, types = self.args.cpp_argdefs()
-        wrapper.generate_kernel_call(kernel_name, values, triton=False, arg_types=types, device=CPU)  # as one of the CPU
+        wrapper.generate_kernel_call(
+            kernel_name, values, triton=False, arg_types=types, device=CPU
+        )  # as one of the CPU
 
 
 def launched(source: str, kernel: str, parameters: list[str], host_scalars: set[str]) -> str:

@@ -3,8 +3,8 @@
 Document: "Extending dispatcher for a new backend in C++", section "Known issues & additional notes", on serialization.
 """
 
-import functools
 import os
+import select
 from multiprocessing import reduction
 from typing import Any
 
@@ -17,28 +17,13 @@ from torch_acme import _C
 _shared: dict[int, torch.UntypedStorage] = {}
 
 
-def _forget_unused() -> None:
-    for end in list(_shared):
-        if not _is_used(end):
-            os.close(end)
-            del _shared[end]
-
-
-def _is_used(end: int) -> bool:
-    try:
-        return os.read(end, 1) != b""
-    except BlockingIOError:
-        return True
-
-
 def _reduce(storage: torch.UntypedStorage) -> Any:
-    if storage.device.type != "acme" or not storage.nbytes():
-        return (
-            reductions.reduce_storage(storage) if storage.device.type != "acme" else (_empty, (storage.device.index,))
-        )
-    _forget_unused()
+    if storage.device.type != "acme":
+        return reductions.reduce_storage(storage)
+    for end in select.select(_shared, [], [], 0)[0]:  # those whose other end is closed
+        os.close(end)
+        del _shared[end]
     ours, theirs = os.pipe()
-    os.set_blocking(ours, False)
     _shared[ours] = storage
     handle, file = _C.share_memory(storage), reduction.DupFd(theirs)
     os.close(theirs)
@@ -49,19 +34,15 @@ def _rebuild(handle: bytes, nbytes: int, device: int, file: Any) -> torch.Untype
     return _C.open_memory(handle, nbytes, device, file.detach())
 
 
-def _empty(device: int) -> torch.UntypedStorage:
-    return torch.UntypedStorage(0, device=f"acme:{device}")
+_dlpack_device = torch.Tensor.__dlpack_device__
 
 
-def register() -> None:
-    reduction.register(torch.UntypedStorage, _reduce)
-    # Tensor.__dlpack_device__ knows a list of devices, with PrivateUse1 only by its first name.
-    known = torch.Tensor.__dlpack_device__
+def dlpack_device(self: torch.Tensor) -> Any:
+    """PyTorch's method knows a list of devices, with PrivateUse1 only by its first name."""
+    if self.device.type == "acme":
+        return torch.utils.dlpack.DLDeviceType.kDLExtDev, self.device.index
+    return _dlpack_device(self)
 
-    @functools.wraps(known)
-    def dlpack_device(self: torch.Tensor) -> Any:
-        if self.device.type == "acme":
-            return torch.utils.dlpack.DLDeviceType.kDLExtDev, self.device.index
-        return known(self)
 
-    torch.Tensor.__dlpack_device__ = dlpack_device
+reduction.register(torch.UntypedStorage, _reduce)
+torch.Tensor.__dlpack_device__ = dlpack_device

@@ -1,7 +1,8 @@
 // The runtime of the acme device: all that torch_acme knows about the hardware. Rungs 1 to 3, 5, 8 and 9.
 //
-// acme_cpu.cpp implements it on the CPU, so that the package runs without hardware. You replace that one file by calls of
-// your driver. Document: "Facilitating New Backend Integration by PrivateUse1", which leaves this layer to the vendor.
+// acme_cpu.cpp implements it on the CPU, so that the package runs without hardware. You replace that one file by calls
+// of your driver. Document: "Facilitating New Backend Integration by PrivateUse1", which leaves this layer to the
+// vendor.
 //
 // Each function is safe to call from any thread. Those that return acme_error return ACME_OK or the reason, and
 // acme_error_message() then has the sentence.
@@ -48,7 +49,7 @@ acme_error acme_ipc_close(void* pointer);
 typedef struct acme_stream acme_stream;
 acme_error acme_stream_create(int device, int priority, acme_stream** stream); // it lives until the process ends
 acme_error acme_stream_synchronize(acme_stream* stream); // returns ACME_KERNEL_FAILED once if work on the device failed
-int acme_stream_query(acme_stream* stream);              // 1 if no work is left
+int acme_stream_query(acme_stream* stream); // 1 if no work is left
 
 // ---- events: a point in the order of a stream ----
 
@@ -58,8 +59,8 @@ void acme_event_destroy(acme_event* event);
 acme_error acme_event_record(acme_event* event, acme_stream* stream);
 acme_error acme_stream_wait(acme_stream* stream, acme_event* event); // later work on `stream` runs after the point
 acme_error acme_event_synchronize(acme_event* event);
-int acme_event_query(acme_event* event);                           // 1 if the point is reached, or none was recorded
-double acme_event_elapsed(acme_event* begin, acme_event* end);     // milliseconds between two reached points
+int acme_event_query(acme_event* event); // 1 if the point is reached, or none was recorded
+double acme_event_elapsed(acme_event* begin, acme_event* end); // milliseconds between two reached points
 
 // ---- work ----
 
@@ -76,10 +77,10 @@ void* acme_local(const void* pointer); // in a kernel only: where it can read an
 // The callback gets each piece of work twice: on the thread that launches it, and on the device's when it has run.
 typedef struct {
   uint64_t launch; // a number that connects the two
-  int finished;    // 0: launched just now, 1: has run
+  int finished; // 0: launched just now, 1: has run
   const char* name;
   int device, stream;
-  size_t bytes;       // of a copy, else 0
+  size_t bytes; // of a copy, else 0
   int64_t begin, end; // nanoseconds of CLOCK_REALTIME
 } acme_activity;
 void acme_profile(void (*callback)(const acme_activity*)); // null stops it

@@ -1,8 +1,8 @@
 // A stand-in for the acme hardware on the CPU. You replace this file by calls of your driver. Rungs 1 to 3, 5, 8 and 9.
 //
-// Memory: each device is a file in memory, mapped twice. The addresses that tensors carry lie in a range without access,
-// so the host crashes if it touches them, as it would with real hardware. Kernels get the other mapping by acme_local().
-// To put the memory elsewhere, change only map_device(), acme_local() and the two functions for IPC.
+// Memory: each device is a file in memory, mapped twice. The addresses that tensors carry lie in a range without
+// access, so the host crashes if it touches them, as it would with real hardware. Kernels get the other mapping by
+// acme_local(). To put the memory elsewhere, change only map_device(), acme_local() and the two functions for IPC.
 //
 // Streams: each has a thread that runs its work in order. One lock guards everything except running kernels.
 #include "acme.h"
@@ -33,16 +33,16 @@ struct Region {
   char *address, *local; // without access, and with access
   size_t size;
   int device, file;
-  uint64_t id;                   // of this memory on this machine
+  uint64_t id; // of this memory on this machine
   std::map<size_t, size_t> used; // offset and size of each allocation
-  std::string failure;           // of the first kernel that failed since the last synchronization
+  std::string failure; // of the first kernel that failed since the last synchronization
 };
 
 struct State {
   std::mutex mutex;
-  std::condition_variable progress;              // some work has run
-  std::vector<Region> regions = std::vector<Region>(1024);             // first this process's devices
-  std::map<const char*, size_t> pinned;          // address and size
+  std::condition_variable progress; // some work has run
+  std::vector<Region> regions = std::vector<Region>(1024); // first this process's devices
+  std::map<const char*, size_t> pinned; // address and size
 };
 State& state() {
   static auto* instance = new State; // leaked, because the threads of streams live until the process ends
@@ -190,7 +190,8 @@ acme_memory acme_memory_of(const void* pointer, int* device) {
 // Other processes open the file of the device through /proc, which needs the same user.
 acme_error acme_ipc_export(const void* pointer, acme_ipc_handle* handle) {
   const Region* region = region_of(pointer);
-  if (!region || region - state().regions.data() >= device_total) return fail(ACME_INVALID, "it is not memory of this process");
+  if (!region || region - state().regions.data() >= device_total)
+    return fail(ACME_INVALID, "it is not memory of this process");
   *handle = {{region->id, static_cast<uint64_t>(getpid()), static_cast<uint64_t>(region->file),
       static_cast<uint64_t>(region->device), region->size,
       static_cast<uint64_t>(static_cast<const char*>(pointer) - region->address)}};
@@ -285,8 +286,8 @@ acme_error acme_stream_create(int device, int, acme_stream** stream) {
   return ACME_OK;
 }
 
-static acme_error submit(acme_stream* stream, const char* name, acme_kernel kernel, const void* arguments, size_t size,
-    size_t copied) {
+static acme_error submit(
+    acme_stream* stream, const char* name, acme_kernel kernel, const void* arguments, size_t size, size_t copied) {
   const auto* first = static_cast<const char*>(arguments);
   Item item{kernel, {first, first + size}, nullptr, nullptr, {}, name};
   if (const auto report = profiler.load()) {
