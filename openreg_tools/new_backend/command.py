@@ -92,7 +92,7 @@ def main(arguments: argparse.Namespace) -> int:
     path = shlex.quote(str(folder) if folder.is_absolute() else f"./{folder}")  # without ./, pip looks on PyPI
     lines = sum(len(file.read_text().splitlines()) for file in written)
     print(f"{folder}: {len(written)} files, {lines} lines. README.md says what each is. Next:")
-    print(f"    pip install {path}")
+    print(f"    pip install '{path}[test]'" if path == f"./{folder}" else f"    pip install {path}")
     print(f"    pytest {path}")
     print(f"    openreg-tools operators --import torch_{name} --device {name} --required --missing")
     print(f"Then replace csrc/runtime/{name}_cpu.cpp, which stands in for the hardware, by calls of your driver.")

@@ -90,9 +90,12 @@ T* local(T* pointer) {
 // The geometry of a tensor, which a kernel owns. In a kernel, tensor() is a CPU tensor over the same memory, with which
 // the stand-in's kernels call ATen. A kernel for real hardware reads the fields.
 struct View {
-  View(const at::TensorBase& x)
-      : data(const_cast<void*>(x.const_data_ptr())), sizes(x.sizes().vec()), strides(x.strides().vec()),
-        dtype(x.scalar_type()) {}
+  View(const at::TensorBase& x, bool write = false) // write: the kernel changes x
+      : data(write ? x.mutable_data_ptr() : const_cast<void*>(x.const_data_ptr())), sizes(x.sizes().vec()),
+        strides(x.strides().vec()), dtype(x.scalar_type()) {
+    TORCH_CHECK(data || !x.numel(), "acme: a kernel got a tensor of shape ", x.sizes(),
+        " without memory: its storage was freed or resized to nothing");
+  }
   at::Tensor tensor() const; // operators.cpp
   void* data;
   std::vector<int64_t> sizes, strides;

@@ -214,7 +214,7 @@ struct Backend final : c10d::Backend {
         record_use(x, stream);
         Mailbox* box = (sending ? outgoing_ : incoming_)[peer] + (lane == kCollective ? 0 : 1);
         if (peer == static_cast<size_t>(rank_)) continue;
-        transfers.push_back({sending, box, const_cast<void*>(x.const_data_ptr()), {hash, x.nbytes()}});
+        transfers.push_back({sending, box, View(x, !sending).data, {hash, x.nbytes()}});
       }
     const c10::OptionalStreamGuard guard(stream);
     const auto own = static_cast<size_t>(rank_);
@@ -235,7 +235,7 @@ struct Backend final : c10d::Backend {
     const bool receives = root < 0 || root == rank_;
     for (size_t peer = 0; peer < inputs.size(); ++peer)
       if (root >= 0 && static_cast<int64_t>(peer) != root) inputs[peer] = at::Tensor();
-    const auto after = [from = View(all), to = View(output), op = op.op_] {
+    const auto after = [from = View(all), to = View(output, true), op = op.op_] {
       reduce_ranks(from.tensor(), op, to.tensor());
     };
     return call(type, {static_cast<int64_t>(op.op_), root}, inputs, receives ? all.unbind(0) : Tensors(), {output},

@@ -27,14 +27,14 @@ using torch::autograd::AutogradContext;
 // ---- a required operator: fill_ has no other implementation ----
 
 at::Tensor& fill_scalar(at::Tensor& self, const at::Scalar& value) {
-  launch(native_stream(self), "fill_", [x = View(self), value] { x.tensor().fill_(value); });
+  launch(native_stream(self), "fill_", [x = View(self, true), value] { x.tensor().fill_(value); });
   return self;
 }
 
 // ---- a structured operator through its stub: ATen's abs_out allocates and promotes, and then calls abs_stub ----
 
 void abs_kernel(at::TensorIteratorBase& iter) {
-  const View to(iter.tensor_base(0)), from(iter.tensor_base(1));
+  const View to(iter.tensor_base(0), true), from(iter.tensor_base(1));
   launch(native_stream(iter.device(0).index()), "abs", [to, from] {
     at::Tensor result = to.tensor();
     at::abs_out(result, from.tensor());

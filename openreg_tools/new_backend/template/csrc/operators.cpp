@@ -4,6 +4,7 @@
 // note on views of memory that the host cannot access; "Operator Registration", section "Operator Set".
 #include <ATen/Dispatch_v2.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -87,7 +88,7 @@ at::Tensor& set_empty(at::Tensor& self) {
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   const auto stream = current_stream(self.device().index());
   c10::complex<double> element; // as large as the largest dtype
-  check(acme_copy(&element, self.const_data_ptr(), self.element_size(), native(stream)), "item");
+  check(acme_copy(&element, View(self).data, self.element_size(), native(stream)), "item");
   synchronize(stream);
   return AT_DISPATCH_V2(self.scalar_type(), "_local_scalar_dense",
       AT_WRAP([&] { return at::Scalar(*reinterpret_cast<const scalar_t*>(&element)); }), AT_EXPAND(AT_ALL_TYPES),
@@ -116,7 +117,7 @@ bool is_plain(const at::Tensor& a, const at::Tensor& b) {
 // On one device: any strides and dtypes.
 void copy_strided(const at::Tensor& from, const at::Tensor& to) {
   launch(native_stream(to), "copy_",
-      [from = View(from), to = View(to), conj = from.is_conj() != to.is_conj(), neg = from.is_neg() != to.is_neg()] {
+      [from = View(from), to = View(to, true), conj = from.is_conj() != to.is_conj(), neg = from.is_neg() != to.is_neg()] {
         at::Tensor source = from.tensor();
         if (conj) source = source.conj();
         if (neg) source = source._neg_view();
@@ -131,7 +132,7 @@ void copy_plain(const at::Tensor& from, const at::Tensor& to, bool non_blocking)
   const bool between = !from.is_cpu() && !to.is_cpu() && from.device() != to.device();
   const auto other = between ? current_stream(to.device().index()) : stream;
   wait_for(stream, other);
-  check(acme_copy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes(), native(stream)), "copy_");
+  check(acme_copy(View(to, true).data, View(from).data, from.nbytes(), native(stream)), "copy_");
   wait_for(other, stream);
   const at::Tensor& host = from.is_cpu() ? from : to;
   if (!host.is_cpu()) return;
@@ -146,6 +147,7 @@ void copy_plain(const at::Tensor& from, const at::Tensor& to, bool non_blocking)
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   if (self.sizes() != to.sizes()) return copy_from(self.expand_as(to), to, non_blocking);
   if (self.numel() == 0 || self.is_same(to)) return to;
+  at::assert_no_internal_overlap(to);
   if (self.device() == to.device()) {
     copy_strided(self, to);
   } else if (is_plain(self, to)) {

@@ -38,7 +38,7 @@ acme_memory acme_memory_of(const void* pointer, int* device); // `device` may be
 
 // A handle lets another process on this machine use device memory. It is plain bytes: send it as you like.
 typedef struct {
-  uint64_t words[8];
+  uint64_t words[6];
 } acme_ipc_handle;
 acme_error acme_ipc_export(const void* pointer, acme_ipc_handle* handle);
 acme_error acme_ipc_open(const acme_ipc_handle* handle, void** pointer);
