@@ -1,0 +1,137 @@
+// One kernel of each kind, for built-in operators. Add yours here. Rungs 4 and 6.
+//
+// Documents: "Extending dispatcher for a new backend in C++", sections "Register kernels for the new backend" (required
+// and composite operators) and "Autograd support for the new backend"; "Operator Registration", sections "Basics" and
+// "PyTorch STUB"; "Facilitating New Backend Integration by PrivateUse1", section "Register kernels", 1 and 2.
+#include <ATen/Dispatch.h>
+#include <ATen/TensorIterator.h>
+#include <ATen/core/PhiloxRNGEngine.h>
+#include <ATen/native/UnaryOps.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/abs_native.h>
+#include <ATen/ops/elu.h>
+#include <ATen/ops/elu_backward.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/square.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "common.h"
+
+namespace acme {
+namespace {
+
+using torch::autograd::AutogradContext;
+
+// ---- a required operator: fill_ has no other implementation ----
+
+at::Tensor& fill_scalar(at::Tensor& self, const at::Scalar& value) {
+  launch(native_stream(self), "fill_", [x = View(self, true), value] { x.tensor().fill_(value); });
+  return self;
+}
+
+// ---- a structured operator through its stub: ATen's abs_out allocates and promotes, and then calls abs_stub ----
+
+void abs_kernel(at::TensorIteratorBase& iter) {
+  const View to(iter.tensor_base(0), true), from(iter.tensor_base(1));
+  launch(native_stream(iter.device(0).index()), "abs", [to, from] {
+    at::Tensor result = to.tensor();
+    at::abs_out(result, from.tensor());
+  });
+}
+
+// ---- a composite operator with a kernel of its own: PyTorch decomposes square(x) into pow(x, 2) ----
+// The kernel replaces the decomposition, and with it the derivative. So both keys are registered.
+
+at::Tensor square(const at::Tensor& self) {
+  return compute("square", {self}, [](at::Tensor to, const Tensors& x) { at::mul_out(to, x[0], x[0]); });
+}
+
+struct Square : torch::autograd::Function<Square> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& self) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    context->save_for_backward({self});
+    return at::square(self);
+  }
+  static Tensors backward(AutogradContext* context, Tensors grads) {
+    return {grads[0] * (context->get_saved_variables()[0] * 2).conj()};
+  }
+};
+
+// ---- another derivative than PyTorch's: an autograd::Function at AutogradPrivateUse1, as the document has selu ----
+
+constexpr double kAlpha = 1.6732632423543772848170429916717, kScale = 1.0507009873554804934193349852946;
+
+at::Tensor selu_inference(const at::Tensor& self) {
+  return at::elu(self, kAlpha, kScale);
+}
+
+struct Selu : torch::autograd::Function<Selu> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& self) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    context->save_for_backward({self});
+    return selu_inference(self);
+  }
+  static Tensors backward(AutogradContext* context, Tensors grads) {
+    return {at::elu_backward(grads[0], kAlpha, kScale, 1, /*is_result=*/false, context->get_saved_variables()[0])};
+  }
+};
+
+// A C++ Function has no rule for torch.func's transforms and for forward mode. There, use operators that have one.
+bool is_transformed(const at::Tensor& self) {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
+      self._fw_grad(0).defined();
+}
+
+at::Tensor square_autograd(const at::Tensor& self) {
+  return is_transformed(self) ? self * self : Square::apply(self);
+}
+
+at::Tensor selu_autograd(const at::Tensor& self) {
+  return is_transformed(self) ? selu_inference(self) : Selu::apply(self);
+}
+
+// ---- random numbers: element i is a function of the seed, the offset and i, so the order of computing is free ----
+
+at::Tensor& uniform(at::Tensor& self, double from, double to, std::optional<at::Generator> generator) {
+  TORCH_CHECK(from <= to, "uniform_: expected from <= to, but got ", from, " and ", to);
+  const auto [seed, offset] = reserve(generator, self.device().index(), 4);
+  const at::Tensor dense = self.is_contiguous() ? self : at::empty_like(self, at::MemoryFormat::Contiguous);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, self.scalar_type(), "uniform_", [&] {
+    launch(native_stream(self), "uniform_",
+        [=, x = dense.mutable_data_ptr<scalar_t>(), n = dense.numel(), seed = seed, offset = offset] {
+          scalar_t* out = local(x);
+          for (int64_t i = 0; i < n; ++i) {
+            at::Philox4_32 engine(seed, static_cast<uint64_t>(i), offset / 4);
+            const uint64_t bits = engine(), more = engine();
+            const double unit = static_cast<double>((bits << 32 | more) >> 11) * 0x1p-53; // in [0, 1)
+            const auto value = static_cast<scalar_t>(from + unit * (to - from));
+            out[i] = static_cast<double>(value) < to ? value : static_cast<scalar_t>(from); // rounded up to `to`
+          }
+        });
+  });
+  if (!self.is_same(dense)) self.copy_(dense);
+  return self;
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("fill_.Scalar", fill_scalar);
+  m.impl("abs.out", TORCH_FN(at::native::abs_out));
+  m.impl("square", square);
+  m.impl("selu", selu_inference);
+  m.impl("uniform_", uniform);
+}
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("square", square_autograd);
+  m.impl("selu", selu_autograd);
+}
+
+} // namespace acme
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(abs_stub, &acme::abs_kernel)
+} // namespace at::native
