@@ -72,10 +72,11 @@ def run(rung: Rung, arguments: argparse.Namespace, progress: Progress) -> list[O
 
 def climb(arguments: argparse.Namespace) -> Ladder:
     """Run every rung."""
-    progress = Progress(sum(len(rung.checks()) for rung in RUNGS), "failed")
+    rungs = RUNGS[: arguments.rungs]
+    progress = Progress(sum(len(rung.checks()) for rung in rungs), "failed")
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        outcomes = pool.map(lambda rung: run(rung, arguments, progress), RUNGS)
-        return Ladder(arguments.device, {rung.number: found for rung, found in zip(RUNGS, outcomes, strict=True)},
+        outcomes = pool.map(lambda rung: run(rung, arguments, progress), rungs)
+        return Ladder(arguments.device, {rung.number: found for rung, found in zip(rungs, outcomes, strict=True)},
                       arguments.require)  # fmt: skip
 
 
@@ -95,6 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=options.duration, default=600, help="seconds allowed for one check (default 600)"
     )
+    parser.add_argument("--rungs", type=_rung, default=len(RUNGS), metavar="N",
+                        help="run only the first N rungs, of which all are required")  # fmt: skip
     parser.add_argument(
         "--jobs", type=options.count, default=os.cpu_count(), help="rungs to run at a time (default: one per core)"
     )

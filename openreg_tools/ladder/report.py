@@ -37,6 +37,7 @@ class Ladder(Report):
 
     def __post_init__(self) -> None:
         self.title = f"ladder of {self.device}"
+        self.rungs = [rung for rung in RUNGS if rung.number in self.outcomes]
 
     def is_reached(self, number: int) -> bool:
         """True if no check of this rung fails."""
@@ -45,7 +46,7 @@ class Ladder(Report):
     @property
     def reached(self) -> int:
         """The last rung of the unbroken row of rungs that are reached."""
-        return next((rung.number - 1 for rung in RUNGS if not self.is_reached(rung.number)), len(RUNGS))
+        return next((rung.number - 1 for rung in self.rungs if not self.is_reached(rung.number)), len(self.rungs))
 
     @property
     def first(self) -> Outcome | None:
@@ -64,7 +65,7 @@ class Ladder(Report):
         if page:
             yield PageOnly(self._drawing())
         rows: list[list[Any]] = [["", "rung", "checks", "time", ""]]
-        for rung in RUNGS:
+        for rung in self.rungs:
             found, is_reached = self.outcomes[rung.number], self.is_reached(rung.number)
             good = sum(outcome.verdict != "fail" for outcome in found)
             mark = Cell(MARKS["pass" if is_reached else "fail"], "pass" if is_reached else "fail")
@@ -75,7 +76,7 @@ class Ladder(Report):
             yield Section("The first check that fails", list(self._failure(self.first)))
         yield Section(f"Operators of torch {torch.__version__}", [Table(self._shares(), left=1)])
         if page:
-            for rung in RUNGS:
+            for rung in self.rungs:
                 failed = not self.is_reached(rung.number)
                 blocks = [Table([["check", "", "says", "file"], *(
                     [o.check.name, Cell(o.verdict, o.verdict), o.said, self._file(o.check)] for o in self.outcomes[rung.number]
@@ -115,7 +116,7 @@ class Ladder(Report):
                     "reached": self.is_reached(rung.number),
                     "checks": [self._fields(outcome) for outcome in self.outcomes[rung.number]],
                 }
-                for rung in RUNGS
+                for rung in self.rungs
             ],
             "operators": {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows},
         }
@@ -138,14 +139,14 @@ class Ladder(Report):
     def _drawing(self) -> str:
         """The ladder, the first rung at the bottom."""
         height, lines = 26, []
-        for rung in reversed(RUNGS):
-            y = (len(RUNGS) - rung.number) * height + 8
+        for rung in reversed(self.rungs):
+            y = (len(self.rungs) - rung.number) * height + 8
             style = "pass" if self.is_reached(rung.number) else "fail"
             lines.append(
                 f'<g class="{style}"><line x1="14" y1="{y + 8}" x2="86" y2="{y + 8}" stroke="currentColor" stroke-width="5"/>'
                 f'<text x="104" y="{y + 13}" fill="currentColor">{rung.number} {html.escape(rung.title)}</text></g>'
             )
-        end = len(RUNGS) * height + 8
+        end = len(self.rungs) * height + 8
         sides = "".join(
             f'<line x1="{x}" y1="0" x2="{x}" y2="{end}" stroke="currentColor" stroke-width="4" opacity=".45"/>'
             for x in (14, 86)

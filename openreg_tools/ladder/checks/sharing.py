@@ -72,7 +72,11 @@ def copied(device: str) -> None:
     assert model.weight.cpu().abs().sum() > 0, "a deep copy of a model shares its weights"
 
 
-@check("csrc/operators.cpp", "Accelerator: Operator Set", "DLPack needs the device's stream and its type kDLExtDev")
+@check(
+    "torch_acme/sharing.py",
+    "Extending dispatcher: Known issues & additional notes",
+    "DLPack needs the device's stream and its type kDLExtDev",
+)
 def dlpack(device: str) -> None:
     """DLPack exchanges tensors without copies; NumPy is refused."""
     x = torch.arange(6.0, device=device).view(2, 3)
