@@ -4,6 +4,7 @@
 // and "Register generator for the new backend" (PyTorch's hooks have replaced its macro).
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/Event.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <array>
@@ -175,11 +176,9 @@ void synchronize(c10::Stream stream) {
 
 void wait_for(c10::Stream stream, c10::Stream other) {
   if (stream == other) return;
-  acme_event* event = nullptr;
-  check(acme_event_create(&event), "wait_for");
-  check(acme_event_record(event, native(other)), "wait_for");
-  check(acme_stream_wait(native(stream), event), "wait_for");
-  acme_event_destroy(event);
+  c10::Event event(kDevice);
+  event.record(other);
+  event.block(stream);
 }
 
 } // namespace acme

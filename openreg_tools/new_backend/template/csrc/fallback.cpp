@@ -4,8 +4,6 @@
 // "Operator Registration", sections "Basics" (Step 2) and "Selective Fallback".
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/ops/convolution.h>
-#include <ATen/ops/convolution_backward.h>
 #include <torch/library.h>
 
 #include <cstdlib>
@@ -70,26 +68,16 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
 
-// PyTorch calls these on devices that it does not know, and has them under other names for the CPU.
-at::Tensor convolution(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
-    at::IntArrayRef output_padding, int64_t groups) {
-  count("aten::convolution_overrideable");
-  const auto host_bias = bias && bias->defined() ? std::make_optional(bias->cpu()) : std::nullopt;
-  return at::convolution(
-      x.cpu(), weight.cpu(), host_bias, stride, padding, dilation, transposed, output_padding, groups)
-      .to(x.device());
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& grad, const at::Tensor& x,
-    const at::Tensor& weight, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
-    bool transposed, at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
-  count("aten::convolution_backward_overrideable");
-  const int64_t channels = grad.size(1);
-  const auto [dx, dw, db] = at::convolution_backward(grad.cpu(), x.cpu(), weight.cpu(), at::IntArrayRef(channels),
-      stride, padding, dilation, transposed, output_padding, groups, mask);
-  const auto back = [&](const at::Tensor& y) { return y.defined() ? y.to(x.device()) : y; };
-  return {back(dx), back(dw), back(db)};
+// PyTorch calls convolution_overrideable and its backward on devices that it does not know. The CPU has them under
+// other names, and the backward with one argument more.
+void convolution(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const bool backward = op.schema().name() == "aten::convolution_backward_overrideable";
+  if (backward) {
+    const auto first = stack->end() - static_cast<ptrdiff_t>(op.schema().arguments().size());
+    stack->insert(first + 3, std::vector<int64_t>{first->toTensor().size(1)}); // the sizes of the bias
+  }
+  const char* name = backward ? "aten::convolution_backward" : "aten::convolution";
+  fallback(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), stack);
 }
 
 } // namespace
@@ -110,8 +98,8 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("convolution_overrideable", convolution);
-  m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
 }
 
 } // namespace acme

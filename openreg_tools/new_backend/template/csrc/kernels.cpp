@@ -12,8 +12,7 @@
 #include <ATen/ops/elu.h>
 #include <ATen/ops/elu_backward.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/square.h>
+#include <ATen/ops/selu.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -21,8 +20,6 @@
 
 namespace acme {
 namespace {
-
-using torch::autograd::AutogradContext;
 
 // ---- a required operator: fill_ has no other implementation ----
 
@@ -41,56 +38,33 @@ void abs_kernel(at::TensorIteratorBase& iter) {
   });
 }
 
-// ---- a composite operator with a kernel of its own: PyTorch decomposes square(x) into pow(x, 2) ----
-// The kernel replaces the decomposition, and with it the derivative. So both keys are registered.
-
-at::Tensor square(const at::Tensor& self) {
-  return compute("square", {self}, [](at::Tensor to, const Tensors& x) { at::mul_out(to, x[0], x[0]); });
-}
-
-struct Square : torch::autograd::Function<Square> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& self) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    context->save_for_backward({self});
-    return at::square(self);
-  }
-  static Tensors backward(AutogradContext* context, Tensors grads) {
-    return {grads[0] * (context->get_saved_variables()[0] * 2).conj()};
-  }
-};
-
-// ---- another derivative than PyTorch's: an autograd::Function at AutogradPrivateUse1, as the document has selu ----
+// ---- a composite operator with a kernel of its own: PyTorch decomposes selu into elu ----
+// The kernel replaces the decomposition, and with it the derivative. So the operator also needs an autograd::Function
+// at AutogradPrivateUse1, which is how a backend replaces any of PyTorch's derivatives.
 
 constexpr double kAlpha = 1.6732632423543772848170429916717, kScale = 1.0507009873554804934193349852946;
 
-at::Tensor selu_inference(const at::Tensor& self) {
-  return at::elu(self, kAlpha, kScale);
+at::Tensor selu(const at::Tensor& self) {
+  return compute("selu", {self}, [](at::Tensor to, const Tensors& x) { at::elu_out(to, x[0], kAlpha, kScale); });
 }
 
 struct Selu : torch::autograd::Function<Selu> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& self) {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& self) {
     at::AutoDispatchBelowADInplaceOrView below;
     context->save_for_backward({self});
-    return selu_inference(self);
+    return at::selu(self);
   }
-  static Tensors backward(AutogradContext* context, Tensors grads) {
+  static Tensors backward(torch::autograd::AutogradContext* context, Tensors grads) {
     return {at::elu_backward(grads[0], kAlpha, kScale, 1, /*is_result=*/false, context->get_saved_variables()[0])};
   }
 };
 
-// A C++ Function has no rule for torch.func's transforms and for forward mode. There, use operators that have one.
-bool is_transformed(const at::Tensor& self) {
-  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+at::Tensor selu_autograd(const at::Tensor& self) {
+  // A C++ Function has no rule for torch.func's transforms and for forward mode. elu has.
+  const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
       self._fw_grad(0).defined();
-}
-
-at::Tensor square_autograd(const at::Tensor& self) {
-  return is_transformed(self) ? self * self : Square::apply(self);
-}
-
-at::Tensor selu_autograd(const at::Tensor& self) {
-  return is_transformed(self) ? selu_inference(self) : Selu::apply(self);
+  return transformed ? at::elu(self, kAlpha, kScale) : Selu::apply(self);
 }
 
 // ---- random numbers: element i is a function of the seed, the offset and i, so the order of computing is free ----
@@ -121,12 +95,10 @@ at::Tensor& uniform(at::Tensor& self, double from, double to, std::optional<at::
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("fill_.Scalar", fill_scalar);
   m.impl("abs.out", TORCH_FN(at::native::abs_out));
-  m.impl("square", square);
-  m.impl("selu", selu_inference);
+  m.impl("selu", selu);
   m.impl("uniform_", uniform);
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
-  m.impl("square", square_autograd);
   m.impl("selu", selu_autograd);
 }
 

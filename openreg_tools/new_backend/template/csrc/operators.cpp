@@ -117,7 +117,8 @@ bool is_plain(const at::Tensor& a, const at::Tensor& b) {
 // On one device: any strides and dtypes.
 void copy_strided(const at::Tensor& from, const at::Tensor& to) {
   launch(native_stream(to), "copy_",
-      [from = View(from), to = View(to, true), conj = from.is_conj() != to.is_conj(), neg = from.is_neg() != to.is_neg()] {
+      [from = View(from), to = View(to, true), conj = from.is_conj() != to.is_conj(),
+          neg = from.is_neg() != to.is_neg()] {
         at::Tensor source = from.tensor();
         if (conj) source = source.conj();
         if (neg) source = source._neg_view();

@@ -1,11 +1,11 @@
 """Rung 1: the name, the device and its loading."""
 
 import importlib.metadata
-import subprocess
-import sys
+import signal
 
 import pytest
 import torch
+from conftest import python
 
 
 def test_name():
@@ -25,9 +25,9 @@ def test_current_device():
 @pytest.mark.skipif("acme" not in importlib.metadata.entry_points(group="torch.backends").names, reason="not installed")
 def test_autoload():
     program = "import torch; print(torch.ones(1, device='acme').device)"
-    assert subprocess.check_output([sys.executable, "-P", "-c", program], text=True) == "acme:0\n"
+    assert python("-c", program).stdout == "acme:0\n"
 
 
 def test_the_host_cannot_touch_device_memory():
     program = "import ctypes, torch, torch_acme; ctypes.string_at(torch.ones(1, device='acme').data_ptr())"
-    assert subprocess.run([sys.executable, "-P", "-c", program]).returncode == -11
+    assert python("-c", program).returncode == -signal.SIGSEGV

@@ -35,7 +35,7 @@ def test_fallback_rejects_views():
         torch.ops.test_acme.first(torch.ones(2, device="acme"))
 
 
-@pytest.mark.parametrize("name", ["abs", "square", "selu", "exp"])
+@pytest.mark.parametrize("name", ["abs", "selu", "exp"])
 def test_gradients(name):
     function = getattr(torch, name)
     expected = torch.linspace(-2, 2, 12).requires_grad_()

@@ -2,11 +2,10 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from conftest import python
 from torch.testing._internal.common_device_type import instantiate_device_type_tests, ops
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_utils import TestCase
@@ -31,6 +30,6 @@ instantiate_device_type_tests(TestOperators, globals(), only_for=("acme",))
 @pytest.mark.skipif(not importlib.util.find_spec("openreg_tools"), reason="openreg_tools is not installed")
 def test_conformance(tmp_path):
     words = ["--import", "torch_acme", "--device", "acme", "--suites", "operators", "--ops", "^(add|mm|sort)$"]
-    command = [sys.executable, "-P", "-m", "openreg_tools", "conformance", *words, "--dtypes", "float32", "--json", "-"]
-    cases = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout)["cases"]
+    done = python("-m", "openreg_tools", "conformance", *words, "--dtypes", "float32", "--json", "-", cwd=tmp_path)
+    cases = json.loads(done.stdout)["cases"]
     assert len(cases) == 3 and not [case for case in cases if case["failures"]]
