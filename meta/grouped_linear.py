@@ -296,8 +296,8 @@ def _(shards, grad_y, x, weights, group_sizes, output_mask):
     to_weight, to_bias = _where(split, rows=op.SUM, outs=0, ins=1), _where(split, rows=op.SUM, outs=0)
     return (
         None if grad_x is None else shards.join(grad_x, _where(split, rows=0, outs=op.SUM, ins=1), x.shape),
-        [shards.join(each, to_weight, weights[0].shape) for each in grad_weights],
-        [shards.join(each, to_bias, weights[0].shape[:1]) for each in grad_bias],
+        [shards.join(grad_weight, to_weight, weights[0].shape) for grad_weight in grad_weights],
+        [shards.join(bias, to_bias, weights[0].shape[:1]) for bias in grad_bias],
     )
 
 

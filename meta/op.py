@@ -232,7 +232,11 @@ class Definition:
 
     def move_to_front(self, batch_first: Collection[str] | Literal[True]) -> Callable[..., Any]:
         """The batching rule of an operator whose arguments in `batch_first` take one more leading dimension."""
-        names = [each.name for each in self.signature.parameters.values() if each.kind is not each.KEYWORD_ONLY]
+        names = [
+            parameter.name
+            for parameter in self.signature.parameters.values()
+            if parameter.kind is not parameter.KEYWORD_ONLY
+        ]
         chosen = [batch_first is True or name in batch_first for name in names]
 
         def rule(in_dims: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -278,7 +282,7 @@ def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 def call_with(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     """Call a function with the arguments that it declares; with all of them, if it takes ``**kwargs``."""
     takes = parameters(function)
-    return function(**given) if "**" in takes else function(**{each: given.get(each) for each in takes})
+    return function(**given) if "**" in takes else function(**{name: given.get(name) for name in takes})
 
 
 def all_batch_first(in_dims: Sequence[int | None], inputs: Sequence[Any], size: int | None = None) -> list[Any]:
@@ -337,7 +341,9 @@ def whole_rows(x: Tensor) -> Tensor:
         return x
     from torch.distributed.tensor import Replicate
 
-    return x.redistribute(placements=[Replicate() if each.is_shard(last) else each for each in x.placements])
+    return x.redistribute(
+        placements=[Replicate() if placement.is_shard(last) else placement for placement in x.placements]
+    )
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -198,8 +198,8 @@ def share(*names: str) -> _Names:
             has: [each for each in matching if torch._C._dispatch_has_kernel_for_dispatch_key(each, "CPU") == has]
             for has in (True, False)
         }
-        why = [f"{each} has its own device kernel" for each in kernels[True]]
-        why += [f"{each} has no CPU kernel to share" for each in kernels[False]]
+        why = [f"{kernel} has its own device kernel" for kernel in kernels[True]]
+        why += [f"{kernel} has no CPU kernel to share" for kernel in kernels[False]]
         more = f", and {len(why) - 3} more" if len(why) > 3 else ""
         raise ValueError(
             f"openreg_ops.fallback.share: expected {name!r} to match an operator with a CPU kernel and no device "

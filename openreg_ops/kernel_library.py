@@ -26,7 +26,11 @@ def capability() -> str:
     Raises:
         ImportError: the processor supports none of the builds.
     """
-    built = [each for each in _build.CPU_CAPABILITIES if each not in _WIDER or _WIDER[each]()]
+    built = [
+        cpu_capability
+        for cpu_capability in _build.CPU_CAPABILITIES
+        if cpu_capability not in _WIDER or _WIDER[cpu_capability]()
+    ]
     if not built:
         raise ImportError(
             f"openreg_ops was built for {_build.CPU_CAPABILITIES[0]}, which this processor lacks; rebuild it here with "

@@ -153,7 +153,7 @@ def changes(head: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
             return
         case ast.Return(ast.expr()):
             yield "delete", ast.parse("return None").body[0]
-        case ast.Assign(targets) if all(isinstance(each, ast.Attribute | ast.Subscript) for each in targets):
+        case ast.Assign(targets) if all(isinstance(target, ast.Attribute | ast.Subscript) for target in targets):
             yield "delete", ast.Pass()
         case ast.Expr() | ast.AugAssign() | ast.Raise() | ast.Assert() | ast.Delete() | ast.Break() | ast.Continue():
             yield "delete", ast.Pass()

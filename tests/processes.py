@@ -54,7 +54,7 @@ def python(
     loaded is destroyed too. `nested` is for a program that starts others with subprocess.Popen([sys.executable, "-m",
     …]): they fork too.
     """
-    words = [str(each) for each in arguments]
+    words = [str(argument) for argument in arguments]
     env = {**os.environ, **environment}
     options = words[0].startswith("-") and words[0] not in ("-c", "-m")
     if options or not _may_fork(env):

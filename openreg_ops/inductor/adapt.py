@@ -57,8 +57,8 @@ def replaces(owner: Any, name: Any) -> Callable[[Callable[[Any], Any]], Callable
 
 def apply() -> None:
     """Apply all adaptations."""
-    for each in ADAPTATIONS.values():
-        each.put(each.make(each.original))
+    for adaptation in ADAPTATIONS.values():
+        adaptation.put(adaptation.make(adaptation.original))
 
 
 @replaces(ir, "is_cpu")

@@ -79,7 +79,7 @@ class Captures:
         """The captured stream that an operator runs on, or None if it is not captured."""
         devices = dict.fromkeys(x.device.index for x, _, _ in found if x.device.type == "openreg")
         if not devices:
-            like = next((each.device for each in args if isinstance(each, torch.Tensor)), "cpu")  # of a factory
+            like = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), "cpu")  # of a factory
             device = torch.device(kwargs.get("device") or like)
             if device.type != "openreg":
                 return None
@@ -425,7 +425,7 @@ class Captures:
             key = (site(), Span.of(x))
             graph.views[key] = graph.replays
             if len(self.views) > 1000:
-                self.views = {each: known for each, known in self.views.items() if not known[0].expired()}
+                self.views = {view: known for view, known in self.views.items() if not known[0].expired()}
             known = (torch._C._WeakTensorRef(x), graph, graph.replays, key, Trace(self.races.caller))
             for _, of, made, old, trace in stale:  # a view of a stale view is as old
                 if of is graph and old[-1].meets(key[-1]):

@@ -278,7 +278,11 @@ class Races:
         syncs = self.syncs
         accesses = [each for memory in (*self.memory.values(), *self.left) for each in memory.accesses]
         kept = {each.stream for each in accesses} | {*self.works.values()} | {*self.started.values()}
-        gone = [each for each in syncs.current_sync_states if isinstance(each, Collective) and each not in kept]
+        gone = [
+            stream_state
+            for stream_state in syncs.current_sync_states
+            if isinstance(stream_state, Collective) and stream_state not in kept
+        ]
         for each in gone:
             del syncs.current_sync_states[each]
         for state in (*syncs.current_sync_states.values(), *syncs.recorded_sync_states.values(), syncs.host_sync_state):
@@ -308,9 +312,9 @@ class Races:
         self.syncs.all_streams_wait_for_stream(stream)
 
     def device_synchronized(self, _object: int, stream: Stream) -> None:
-        for each in list(self.syncs.current_sync_states):
-            if isinstance(each, tuple) and each[0] == stream[0]:
-                self.syncs.all_streams_wait_for_stream(each)
+        for stream_state in list(self.syncs.current_sync_states):
+            if isinstance(stream_state, tuple) and stream_state[0] == stream[0]:
+                self.syncs.all_streams_wait_for_stream(stream_state)
 
     def answers(self, event: int, stream: Stream) -> bool:
         """Returns true if a query of an event, or of a stream if `event` is 0, may answer that the work is done.
@@ -485,7 +489,7 @@ class Call:
                 if collective and not (self.traits.cloned and access.type is READ):
                     access = dataclasses.replace(access, stream=collective, seq_num=collective.seq_num)
                 self.races.keep(memory, access)
-            host = on_host + [each for each in outputs if each[0].device.type == "cpu"]
+            host = on_host + [output for output in outputs if output[0].device.type == "cpu"]
             if self.waits(inputs) or (self.traits.copies and host and self.copy_waits(host)):
                 for stream in self.streams:
                     self.races.syncs.all_streams_wait_for_stream(stream)

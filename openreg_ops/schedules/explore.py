@@ -254,7 +254,7 @@ class Exploration:
 
     def one(self, exceptions: Sequence[Deviation] = (), **order: Any) -> Outcome:
         """Run the program in the order of a seed, or in its own order with exceptions."""
-        order["late"] = [each.late for each in exceptions if each.rank == self.ranks.rank]
+        order["late"] = [exception.late for exception in exceptions if exception.rank == self.ranks.rank]
         self.state.restore()
         values: dict[str, Any] = {}
         error: Exception | None = None
@@ -336,11 +336,11 @@ class Exploration:
             raise ValueError(_two_results(what))
         if self.fails(exceptions):
             exceptions = self.sooner(self.nearer(self.fewer(exceptions)))
-        at_host = {each for each in exceptions if self.is_at_host(each, exceptions)}
+        at_host = {exception for exception in exceptions if self.is_at_host(exception, exceptions)}
         shown = self.one(exceptions, located=True)
         what = self.differs(shown) or what
         races = self.races()
-        own = [each for each in exceptions if each.rank == self.ranks.rank]
+        own = [exception for exception in exceptions if exception.rank == self.ranks.rank]
         told = Explanation(
             shown.log, [each.late.item for each in own], {each.late.item for each in own if each in at_host}
         )
@@ -362,7 +362,7 @@ class Exploration:
         while len(exceptions) > 1 and self.trials < TRIALS:
             size = -(-len(exceptions) // parts)
             chunks = [exceptions[i : i + size] for i in range(0, len(exceptions), size)]
-            rests = [[each for each in exceptions if each not in chunk] for chunk in chunks]
+            rests = [[exception for exception in exceptions if exception not in chunk] for chunk in chunks]
             for smaller in (*chunks, *rests) if parts > 2 else chunks:
                 if len(smaller) < len(exceptions) and self.fails(smaller):
                     exceptions, parts = smaller, max(2, parts - 1 if smaller in rests else 2)

@@ -69,7 +69,7 @@ def _parts(value: Any) -> Any:
     if isinstance(value, STATEFUL):
         return [(f".{key}", each) for key, each in value.state_dict().items()]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f".{each.name}", getattr(value, each.name, None)) for each in dataclasses.fields(value)]
+        return [(f".{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     if isinstance(value, collections.abc.Mapping):
         return [
             (f"[{key!r}]" if isinstance(key, PLAIN) else f"[{i}]", each) for i, (key, each) in enumerate(value.items())
@@ -84,7 +84,7 @@ def _parts(value: Any) -> Any:
     if isinstance(value, types.SimpleNamespace) or module not in {*sys.stdlib_module_names, "torch", "openreg_ops"}:
         slots = [name for each in kind.__mro__ for name in _slots(each) if hasattr(value, name)]
         attributes = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
-        return [(f".{name}", each) for name, each in attributes.items()]
+        return [(f".{name}", attribute) for name, attribute in attributes.items()]
     return kind
 
 

@@ -106,9 +106,9 @@ def test_as_on_the_cpu(how):
         if "host scalar" in how and (count == 3 or "backward" in name):
             continue  # CUDA's kernels take none, or not each: see test_host_scalars.py
         arguments = [ARGUMENTS[how](lambda x, device=device: x.to(device))[:count] for device in ("cpu", "openreg")]
-        first, second = (outcome(name, each, **NUMBERS.get(name, {})) for each in arguments)
+        first, second = (outcome(name, argument, **NUMBERS.get(name, {})) for argument in arguments)
         in_place = name.partition(".")[0].endswith("_")
-        assert in_place is any(second[0] is each for each in arguments[1]) or isinstance(second[1], str), name
+        assert in_place is any(second[0] is argument for argument in arguments[1]) or isinstance(second[1], str), name
         check(first, second, f"{name} of {how}")
 
 

@@ -350,7 +350,7 @@ def reversed_in_memory(x):
 @pytest.mark.parametrize("name", INPUTS)
 def test_inputs(name, mode):
     """Each input that the table names, alone and together with the others, in two layouts."""
-    (which,) = [arguments for each, arguments in read_as_contiguous().items() if f"{name}.".startswith(f"{each}.")]
+    (which,) = [arguments for prefix, arguments in read_as_contiguous().items() if f"{name}.".startswith(f"{prefix}.")]
     namespace, _, rest = name.partition("::")
     operator, _, overload = rest.partition(".")
     call = getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
@@ -370,7 +370,7 @@ def test_inputs(name, mode):
 
 
 def test_the_inputs_of_every_operator_are_tried():
-    assert {each for each in read_as_contiguous() for name in INPUTS if f"{name}.".startswith(f"{each}.")} == set(
+    assert {prefix for prefix in read_as_contiguous() for name in INPUTS if f"{name}.".startswith(f"{prefix}.")} == set(
         read_as_contiguous()
     )
 
@@ -381,7 +381,7 @@ def test_a_transposed_convolution_writes_in_the_memory_format_of_out(last, mode)
     tensors = {"x": torch.rand(2, 3, 4, 5), "w": torch.rand(3, 2, 3, 3), "out": torch.empty(2, 2, 6, 7)}
     expected = torch.nn.functional.conv_transpose2d(tensors["x"], tensors["w"])
     formats = {name: torch.channels_last if name in last else torch.contiguous_format for name in tensors}
-    x, w, out = (each.to(D).contiguous(memory_format=formats[name]) for name, each in tensors.items())
+    x, w, out = (tensor.to(D).contiguous(memory_format=formats[name]) for name, tensor in tensors.items())
     torch.ops.aten.slow_conv_transpose2d.out(x, w, [3, 3], None, [1, 1], [0, 0], [0, 0], [1, 1], out=out)
     torch.testing.assert_close(out.cpu(), expected)
     assert out.is_contiguous(memory_format=formats["out"])
@@ -404,7 +404,7 @@ def test_out_tensors_get_the_lazy_conjugation_that_the_kernel_gives_them(name, l
     expected = SOLVERS[name](x, y, factors, left=left)
     is_pair = isinstance(expected, tuple)
     expected = expected[0] if is_pair else expected
-    x, y, factors = x.to(D), y.to(D), [each.to(D) for each in factors]
+    x, y, factors = x.to(D), y.to(D), [factor.to(D) for factor in factors]
     out = torch.zeros(3, 3, dtype=torch.complex64, device=D)
     given = (out, torch.empty((), dtype=torch.int32, device=D)) if is_pair else out
     if way == "graph":

@@ -327,7 +327,10 @@ def ends(dtype):
 def test_binary_operators_at_the_ends_of_each_pair_of_dtypes(info):
     """As on the CPU, the sign of zero included, where a composite may compute otherwise if its arguments are on a device."""
     for first, second in itertools.product(FLOATS + INTEGERS, repeat=2):
-        x, y = (each.contiguous() for each in torch.broadcast_tensors(ends(first)[:, None], ends(second)))
+        x, y = (
+            broadcast_tensor.contiguous()
+            for broadcast_tensor in torch.broadcast_tensors(ends(first)[:, None], ends(second))
+        )
         there = x.to("openreg"), y.to("openreg")
         try:
             expected = info.op(x, y)

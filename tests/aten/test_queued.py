@@ -120,7 +120,7 @@ def test_the_default_dtype_is_that_of_the_call():
     finally:
         torch.set_default_dtype(torch.float32)
     x = torch.arange(1000)
-    assert_close([each.cpu() for each in results], [x / 3, x * 1.1, x.sin(), x < 2.5])
+    assert_close([result.cpu() for result in results], [x / 3, x * 1.1, x.sin(), x < 2.5])
 
 
 def test_converted_arguments_give_the_layout_of_the_cpu():

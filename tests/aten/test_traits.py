@@ -42,4 +42,4 @@ def test_rows_name_arguments_that_operators_have():
         named = {each for text in lists for each in re.findall(r'"(\w+)"', text)}
         named |= {each for each in re.findall(r'\.only_cpu_scalar = "(\w*)"', ROWS[name]) if each}
         schemas = [torch._C._get_schema(*(op.partition(".")[::2])) for op in ops]
-        assert all(named <= {each.name for each in schema.arguments} for schema in schemas), name
+        assert all(named <= {argument.name for argument in schema.arguments} for schema in schemas), name

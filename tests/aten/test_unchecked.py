@@ -302,7 +302,7 @@ def _on_device(args, kwargs):
     def move(value):
         return value.to("openreg") if isinstance(value, torch.Tensor) else value
 
-    return [move(each) for each in args], {name: move(each) for name, each in kwargs.items()}
+    return [move(arg) for arg in args], {name: move(each) for name, each in kwargs.items()}
 
 
 def _results(op, out):

@@ -228,7 +228,7 @@ def test_checkpoint_with_arguments_on_other_devices(mode, place, other, use_reen
     arguments = {"first": (extra, x), "last": (x, extra), "in a list": ([extra], x), "in a dict": ({"a": [extra]}, x)}
 
     def run(*arguments):
-        (x,) = [each for each in arguments if isinstance(each, torch.Tensor) and each.numel() == 256]
+        (x,) = [argument for argument in arguments if isinstance(argument, torch.Tensor) and argument.numel() == 256]
         return F.dropout(x, 0.5)
 
     with torch.openreg.launch_mode(mode):

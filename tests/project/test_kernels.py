@@ -54,7 +54,9 @@ def run(code: str, **environment: str) -> list[str]:
 
 def supported() -> list[str]:
     return [
-        each for each in _build.CPU_CAPABILITIES if each not in kernel_library._WIDER or kernel_library._WIDER[each]()
+        cpu_capability
+        for cpu_capability in _build.CPU_CAPABILITIES
+        if cpu_capability not in kernel_library._WIDER or kernel_library._WIDER[cpu_capability]()
     ]
 
 

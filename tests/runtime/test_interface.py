@@ -101,7 +101,7 @@ def members(header):
     text = re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.S)
     table = re.search(r"typedef struct openreg_interface \{(.*?)\} openreg_interface;", text, flags=re.S)[1]
     structs = re.findall(r"typedef struct openreg_(?!interface)\w+ \{.*?\} \w+;", text, flags=re.S)
-    return [" ".join(each.split()) for each in table.split(";")[:-1]], [" ".join(each.split()) for each in structs]
+    return [" ".join(each.split()) for each in table.split(";")[:-1]], [" ".join(struct.split()) for struct in structs]
 
 
 def test_later_versions_only_add():

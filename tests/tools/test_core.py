@@ -59,7 +59,7 @@ def test_gradients_are_required_where_the_arguments_do():
     move = Move(DEVICE, requires_grad=True)
     a, b, c = move([x, y, RequiresGrad(z)])
     assert a.requires_grad and a.is_leaf and not b.requires_grad and c.requires_grad
-    assert [id(each) for each in move.leaves] == [id(a)]
+    assert [id(leaf) for leaf in move.leaves] == [id(a)]
     assert not Move(DEVICE)(x).requires_grad
 
 
@@ -110,7 +110,7 @@ def test_tensors_without_plain_memory():
 
 
 def test_written_arguments():
-    written = [each.name for each in torch.ops.aten.add.out._schema.arguments if is_written(each)]
+    written = [argument.name for argument in torch.ops.aten.add.out._schema.arguments if is_written(argument)]
     assert written == ["out"]
     assert not any(map(is_written, torch.ops.aten.t.default._schema.arguments))  # an alias that is not written
 

@@ -160,7 +160,9 @@ def test_operators_of_pytorch_are_not_custom():
                         namespaces.add(name.partition("::")[0])
     assert {"aten", "quantized_decomposed", "torch_attn"} <= namespaces
     examples = {"_", "testlib"}  # a library without a namespace, and one in a test database
-    assert {each for each in namespaces if each.isidentifier() and dispatch.is_custom(f"{each}::x")} <= examples
+    assert {
+        namespace for namespace in namespaces if namespace.isidentifier() and dispatch.is_custom(f"{namespace}::x")
+    } <= examples
 
 
 # ---- what is drawn ----
@@ -212,7 +214,9 @@ def changed(*changes):
     return [*after.args, *after.kwargs.values()]
 
 
-@pytest.mark.parametrize("how", [each for each in variations.LAYOUTS if each not in ("channels-last", "batch-swapped")])
+@pytest.mark.parametrize(
+    "how", [layout for layout in variations.LAYOUTS if layout not in ("channels-last", "batch-swapped")]
+)
 @pytest.mark.parametrize("at", [0, 1])
 def test_layouts(how, at):
     made = changed(("layout", at, how))

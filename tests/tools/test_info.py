@@ -104,7 +104,7 @@ def run_in(folder, *words):
 def test_not_built_is_one_problem_with_the_remedy(not_built):
     said = run_in(not_built, "-m", "openreg_tools", "info", "--import", "openreg_ops", "--json", "-").stdout
     # Another copy may be installed, which is a problem of its own.
-    (problem,) = [each for each in json.loads(said)["problems"] if "not the installed one" not in each["problem"]]
+    (problem,) = [entry for entry in json.loads(said)["problems"] if "not the installed one" not in entry["problem"]]
     assert problem["problem"] == "import openreg_ops fails: ImportError: openreg_ops is not built here"
     assert problem["remedy"] == "run `pip install --no-build-isolation -e .` in its source"
 
@@ -114,7 +114,7 @@ def test_without_torch(not_built):
     # As in an environment without it: what Python finds is the standard library alone.
     result = run_in(not_built, "-S", "-m", "openreg_tools", "info", "--json", "-")
     assert result.returncode == 1 and not result.stderr
-    problems = {each["problem"]: each["remedy"] for each in json.loads(result.stdout)["problems"]}
+    problems = {problem["problem"]: problem["remedy"] for problem in json.loads(result.stdout)["problems"]}
     assert problems["torch is not installed"] == "pip install torch"
     assert not any("fails" in what for what in problems)
 
@@ -125,7 +125,9 @@ def test_a_value_that_keeps_the_package_from_loading(name, value):
     result = command("--json", "-", package="openreg_tools", **{name: value})
     assert result.returncode == 1 and not result.stderr
     (found,) = [
-        each for each in json.loads(result.stdout)["problems"] if each["problem"].startswith(f"{name}: expected")
+        problem
+        for problem in json.loads(result.stdout)["problems"]
+        if problem["problem"].startswith(f"{name}: expected")
     ]
     assert f"but got {value!r}" in found["problem"] and found["remedy"] == "set it to one of these, or unset it"
     assert REBUILD not in result.stdout
