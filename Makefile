@@ -24,9 +24,10 @@ PACKAGE := $(shell find openreg_ops openreg_tools meta -name '*.py' -not -name _
 demo: install
 	$(BIN)/python -P examples/train_char_transformer.py $(ARGS)
 
-# One more worker process than the machine has cores, because tests wait for their own subprocesses. Bytecode is written,
-# because hundreds of processes read it. `make test ARGS=…` runs the selected tests in one process, which starts immediately.
-PARALLEL := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# One more worker process than the machine has cores, because tests wait for their own subprocesses. If a worker crashes, the
+# run ends, because pytest-xdist can wait for ever for a replaced worker's files. Bytecode is written, because hundreds of
+# processes read it. `make test ARGS=…` runs the selected tests in one process, which starts immediately.
+PARALLEL := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: install
 	$(if $(ARGS),$(BIN)/pytest $(ARGS),$(PARALLEL))

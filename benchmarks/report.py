@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Comparison, compared, mean, verdict
+from timing import Speeds, compared, mean, verdict
 
 Figure = dict[str, Any]
 SAME = ("suite", "against", "dtype", "threads", "mode")  # of the head: must be the same in runs that are compared
@@ -32,7 +32,7 @@ def seconds(value: float) -> str:
     return f"{value / scale:.4g} {unit}"
 
 
-def figure(name: str, found: Comparison, target: float | None = None, note: str = "", **more: Any) -> Figure:
+def figure(name: str, found: Speeds, target: float | None = None, note: str = "", **more: Any) -> Figure:
     """A comparison as a figure; `of` in `more` says what the other side is made of."""
     result = {"name": name, "cpu_s": found.reference, "openreg_s": found.measured, "ratio": found.ratio}
     if not math.isinf(found.high):
@@ -42,8 +42,8 @@ def figure(name: str, found: Comparison, target: float | None = None, note: str 
     return result | ({"note": note} if note else {}) | more
 
 
-def comparison(found: Figure) -> Comparison:
-    return Comparison(1.0, found["ratio"], found.get("low", 0.0), found.get("high", math.inf))
+def comparison(found: Figure) -> Speeds:
+    return Speeds(1.0, found["ratio"], found.get("low", 0.0), found.get("high", math.inf))
 
 
 def average(name: str, figures: Sequence[Figure], target: float) -> Figure:

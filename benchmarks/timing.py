@@ -26,7 +26,7 @@ INSTRUCTIONS = {"default": ("SSE41", "SSE4_2", "x86-64-v2"), "avx2": ("AVX2", "A
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Speeds:
     """Median seconds of one call on either side, and the 95 % confidence interval of their ratio.
 
     The interval comes from the ratios of the rounds by order statistics, so it assumes nothing about their
@@ -44,7 +44,7 @@ class Comparison:
         return self.measured / self.reference
 
 
-def compared(reference: Sequence[float], measured: Sequence[float]) -> Comparison:
+def compared(reference: Sequence[float], measured: Sequence[float]) -> Speeds:
     """Compare the seconds of two sides; entries with the same index are from the same round."""
     ratios = sorted(b / a for a, b in zip(reference, measured, strict=True))
     n = len(ratios)
@@ -52,8 +52,8 @@ def compared(reference: Sequence[float], measured: Sequence[float]) -> Compariso
     low, high = ratios[max((n - 1) // 2 - reach, 0)], ratios[min(n // 2 + reach, n - 1)]
     first, second = statistics.median(reference), statistics.median(measured)
     if n < LEAST:
-        return Comparison(first, second, 0.0, math.inf)
-    return Comparison(first, second, min(low, second / first), max(high, second / first))
+        return Speeds(first, second, 0.0, math.inf)
+    return Speeds(first, second, min(low, second / first), max(high, second / first))
 
 
 def settle() -> None:
@@ -100,23 +100,23 @@ def alternate(
     return times
 
 
-def compare(cpu: Call, device: Call, rounds: int, seconds: float = math.inf) -> Comparison:
+def compare(cpu: Call, device: Call, rounds: int, seconds: float = math.inf) -> Speeds:
     """Compare a call on the CPU and one on the device."""
     return compared(*alternate([cpu, device], rounds, seconds))
 
 
-def mean(comparisons: Iterable[Comparison]) -> Comparison:
+def mean(comparisons: Iterable[Speeds]) -> Speeds:
     """The geometric mean of the ratios, as a comparison with 1; the errors of the cases are independent."""
     every = list(comparisons)
     ratio = math.exp(statistics.fmean(math.log(found.ratio) for found in every))
     if any(math.isinf(found.high) for found in every):
-        return Comparison(1.0, ratio, 0.0, math.inf)
+        return Speeds(1.0, ratio, 0.0, math.inf)
     down = math.hypot(*(math.log(found.ratio / found.low) for found in every)) / len(every)
     up = math.hypot(*(math.log(found.high / found.ratio) for found in every)) / len(every)
-    return Comparison(1.0, ratio, ratio * math.exp(-down), ratio * math.exp(up))
+    return Speeds(1.0, ratio, ratio * math.exp(-down), ratio * math.exp(up))
 
 
-def verdict(found: Comparison, target: float) -> str:
+def verdict(found: Speeds, target: float) -> str:
     """Compares a ratio with its largest allowed value: "reached", "missed", or why it is undecided."""
     if math.isinf(found.high):
         return "too few rounds to tell"

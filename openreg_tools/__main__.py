@@ -16,7 +16,11 @@ COMMANDS = {
     "drift": ("openreg_tools.drift", "compare two versions of torch, and say which registrations break"),
     "explain": ("openreg_tools.explain", "show the path of one call through the dispatcher, key by key"),
     "info": ("openreg_tools.info", "report what is installed, enabled and wrong: the start of a bug report"),
-    "new-backend": ("openreg_tools.new_backend.command", "write a package for a new device, which builds and runs as it is"),
+    "ladder": ("openreg_tools.ladder.command", "say how far a new backend has come, and what to write next"),
+    "new-backend": (
+        "openreg_tools.new_backend.command",
+        "write a package for a new device, which builds and runs as it is",
+    ),
     "operators": ("openreg_tools.operators", "list torch's operators by class, and what a device has for each"),
     "trace": ("openreg_tools.trace", "run a program, and report what it ran on a device and which kernels to write"),
 }

@@ -55,7 +55,7 @@ def overloads(op: str) -> list[str]:
     """The operators of a name without overload, such as "aten::add", in order."""
     _, found = torch._C._jit_get_operation(op)
     every = (f"{op}.{overload}" if overload else op for overload in found or ())
-    return sorted(each for each in every if torch._C._dispatch_has_kernel(each))  # others are TorchScript's alone
+    return sorted(name for name in every if torch._C._dispatch_has_kernel(name))  # others are TorchScript's alone
 
 
 def schema(op: str) -> torch._C.FunctionSchema:

@@ -173,8 +173,8 @@ def _signature(schema: str) -> Any:
     """The parts of a schema that determine a kernel's C++ signature: types and mutations, not names or defaults."""
     parsed = torch._C.parse_schema(schema)
     # A kernel may take int64_t where the schema says SymInt.
-    typed = lambda each: (str(each.type), each.N, bool(each.alias_info and each.alias_info.is_write))  # noqa: E731
-    return [typed(a) for a in parsed.arguments], [str(r.type) for r in parsed.returns]
+    arguments = [(str(a.type), a.N, bool(a.alias_info and a.alias_info.is_write)) for a in parsed.arguments]
+    return arguments, [str(r.type) for r in parsed.returns]
 
 
 # ---- a backend's registrations ----

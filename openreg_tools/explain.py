@@ -102,21 +102,11 @@ class Explanation(Report):
 
     def trace(self) -> list[str]:
         """The calls, in the form of TORCH_SHOW_DISPATCH_TRACE."""
-        top = Call(self.operator, self.has.kind, [], 0, 0, 0.0)
+        top = Call(self.operator, self.has.kind, [], 0)
         if not self.steps[0].key.startswith("Autocast"):
             return trace_lines(_around(top, self.steps, self.calls), self.target.key)
-        # The kernel casts and calls the operator again. That call is recorded, except for a CompositeImplicit operator,
-        # whose parts are recorded instead: then it comes after the casts. A kernel that sets the dtype argument makes
-        # no such call.
-        casts = len(self.calls)
-        again = []
-        if self.steps[-1].does.startswith("decomposes"):
-            sets = any(a.name == "dtype" for a in dispatch.schema(self.operator).arguments)
-            other = (i for i, c in enumerate(self.calls) if not c.depth and (sets or c.name != "aten::_to_copy"))
-            casts = next(other, casts)
-            again = _around(top, self.steps[1:], self.calls[casts:])
-        inside = [*((call, None) for call in self.calls[:casts]), *again]
-        deeper = [(dataclasses.replace(call, depth=call.depth + 1), steps) for call, steps in inside]
+        # The autocast kernel casts and calls the operator again, or the parts of a CompositeImplicitAutograd operator.
+        deeper = [(dataclasses.replace(call, depth=call.depth + 1), None) for call in self.calls]
         return trace_lines([(dataclasses.replace(top, has=""), self.steps[:1]), *deeper], self.target.key)
 
     def dict(self) -> dict[str, Any]:

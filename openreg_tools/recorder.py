@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import sys
 import threading
 import time
@@ -17,9 +16,9 @@ from torch.utils._pytree import tree_iter
 
 from openreg_tools import dispatch
 from openreg_tools.backends import Kernel
-from openreg_tools.core import place
+from openreg_tools.core import place, waits
+from openreg_tools.core.blocks import first_line
 from openreg_tools.core.device import Target
-from openreg_tools.core.samples import dtype_name
 
 __all__ = ["Call", "Recorder", "Step", "keyset", "path"]
 
@@ -123,8 +122,6 @@ class Call:
     has: str  # one of dispatch.HAS
     keys: list[str]
     depth: int
-    thread: int
-    start: float  # seconds since the recording began
     seconds: float = 0.0  # with the calls inside
     own: float = 0.0  # without
     part: float = 0.0  # of the longest call inside that is not itself a composite
@@ -132,24 +129,21 @@ class Call:
     wait: str = ""  # why the host waits for the device
     where: str = ""  # the program's line, if it waits or falls back
     error: str = ""
-    number: int = 0  # in the order in which the calls began
-    host: float = 0.0  # until the call returned, with the recording of the calls inside
-    begins: float = 0.0  # when its kernel began on the stream, in seconds since the recording began
-    stream: tuple[int, int] | None = None  # the device's index and the stream's id, if work ran there
-    inputs: tuple[str, ...] = ()  # dtypes and shapes
-    module: str = ""  # "Transformer.layers.0.norm"
-    phase: str = ""  # "forward", "backward of MmBackward0", "optimizer"
-    stack: int = -1  # index into `Recorder.stacks`; in backward, the stack of the forward call
     first: bool = False  # the first call of the operator with these dtypes, or it has such a call inside
-    after: tuple[int, ...] = ()  # the numbers of the calls that it, or its stream, waited for
 
 
-_FRAMES = 16  # the most frames of a stack
 _COMPOSITES = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
-# Copies, and which arguments are the source and the target.
-_COPIES = {
-    "aten::copy_": (1, 0), "aten::_copy_from": (0, 1), "aten::_copy_from_and_resize": (0, 1), "aten::_to_copy": (0, None)
-}  # fmt: skip
+
+
+@dataclasses.dataclass(slots=True)
+class _Frame:
+    """A call that has not returned."""
+
+    name: str
+    entered: bool  # it is a composite whose parts are recorded
+    seconds: float = 0.0  # spent in its parts, and in recording them
+    parts: list[Call] = dataclasses.field(default_factory=list)
+    waited: bool = False  # one of its parts did
 
 
 class Recorder(TorchDispatchMode):
@@ -159,38 +153,20 @@ class Recorder(TorchDispatchMode):
     thread. With `events`, the device's own events are recorded around each call instead, which is correct for queued
     work. Composites are entered, so `own` of a call excludes the calls inside. `overhead` is subtracted from host
     times: the seconds that recording adds to a call, and those that each part adds to a composite.
-
-    With `details`, each call also has its inputs, stream, module and stack.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        target: Target,
-        events: bool = False,
-        overhead: tuple[float, float] = (0.0, 0.0),
-        details: bool = False,
-    ) -> None:
+    def __init__(self, target: Target, events: bool = False, overhead: tuple[float, float] = (0.0, 0.0)) -> None:
         super().__init__()
         self.target, self.events, self.overhead = target, events, overhead
         self.type = torch.device(target.device).type
         self.active = True  # a thread that the program started may outlive the recording
         self.calls: list[Call] = []
         self.elsewhere = 0  # calls that touched no tensor of the device
-        self.origin = time.perf_counter()
         self.outer = torch._C._dispatch_tls_local_exclude_set()
-        self.stacks: list[tuple[str, ...]] = []  # of the program, the innermost frame first
-        self.threads: list[str] = []  # their names
-        self.last: dict[tuple[int, int], int] = {}  # by stream, the number of the last call with work there
-        self.pending: dict[tuple[int, int], set[int]] = {}  # by stream, the calls that its next work waits for
-        self.places = place.Places(self._stack) if details else None
-        self._local, self._lock = threading.local(), threading.Lock()
-        self._threads: dict[int, int] = {}
-        self._numbers = itertools.count()
+        self._local = threading.local()
         self._seen: set[tuple[Any, ...]] = set()
-        self._stacks: dict[tuple[Any, ...], int] = {}
-        self._record = torch.Event.record  # the original; `trace` replaces it to see the program's records
         self._module = None if self.type in ("cpu", "meta") else getattr(torch, self.type, None)
         self._uncompiled: Any = None  # `_call`, which torch.compile does not enter
         self._pairs: list[tuple[Call, torch.Event, torch.Event, list[Call]]] = []
@@ -221,33 +197,15 @@ class Recorder(TorchDispatchMode):
             self.elsewhere += 1
             return func(*args, **kwargs)
 
-        name, local = func.name(), self._local
-        if not hasattr(local, "stack"):
-            local.stack = []
-        raw = keyset(tensors, self.outer).raw_repr() if tensors else 0
-        key = self._backend(raw) or self.target.key
-        composite_inside = any(frame[0] is not None for frame in local.stack)
-        names = self._names(raw)
-        if composite_inside:  # below autograd
-            names = [passed for passed in names if not passed.startswith(("Auto", "AD"))]
-        elif not torch.is_autocast_enabled(self.type):
-            names = [passed for passed in names if not passed.startswith("Autocast")]
-        call = Call(name, self._has(name, key, dispatch.policies()), names, len(local.stack), self.thread(), 0.0)
-        call.number = next(self._numbers)
-        call.first = self._is_first(call, tensors)
-        call.wait = self._waits(func, call, args, kwargs)
-        if call.wait:
-            call.where = place.line()
+        stack: list[_Frame] = self._local.__dict__.setdefault("stack", [])
+        call = self._described(func, args, kwargs, tensors, stack)
         enter = call.has == "composite" and not _view(func) and not any(t.is_nested for t in tensors)
-        on = None if self._module is None else self._stream(tensors, device)
-        if self.places is not None:
-            self._describe(call, tensors, on, works=not enter and not _view(func))
-        enter = enter and all(frame[1] != name for frame in local.stack)  # under a mode, detach() calls itself
-        now = (call.module, call.phase, call.stack)
-        local.stack.append([call if enter else None, name, 0.0, [], False, now])  # time, calls and waits of its parts
+        enter = enter and all(frame.name != call.name for frame in stack)  # under a mode, detach() calls itself
+        on = self._stream(tensors, device)
+        frame = _Frame(call.name, enter)
+        stack.append(frame)
         self.calls.append(call)
-        call.start = time.perf_counter() - self.origin
-        function = functools.partial(func._op_dk, _composite_key(name)) if enter else func
+        function = functools.partial(func._op_dk, _composite_key(call.name)) if enter else func
         begin = self._event(on)
         if enter:
             self.__enter__()
@@ -255,148 +213,86 @@ class Recorder(TorchDispatchMode):
         try:
             out = function(*args, **kwargs)
         except Exception as error:
-            call.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            call.error = first_line(error)
             raise
         finally:
             ended = time.perf_counter()
             if enter:
                 self.__exit__(None, None, None)
             end = self._event(on)
-            _, _, inside, children, waited, _ = local.stack.pop()
-            call.host, call.begins = ended - started, call.start
-            call.first |= any(child.first for child in children)
+            stack.pop()
+            call.first |= any(part.first for part in frame.parts)
             per_call, per_part = self.overhead
-            call.own = max(0.0, ended - started - inside - per_call - per_part * len(children))
-            call.seconds = call.own + sum(child.seconds for child in children)
-            call.part = _part(children)
-            if waited:  # a part has reported it
+            call.own = max(0.0, ended - started - frame.seconds - per_call - per_part * len(frame.parts))
+            call.seconds = call.own + sum(part.seconds for part in frame.parts)
+            call.part = _longest(frame.parts)
+            if frame.waited:  # a part has reported it
                 call.wait = call.where = ""
-            if local.stack:
-                local.stack[-1][4] |= waited or bool(call.wait)
+            if stack:
+                stack[-1].waited |= frame.waited or bool(call.wait)
             if begin is not None and end is not None:
-                self._pairs.append((call, begin, end, children))
+                self._pairs.append((call, begin, end, frame.parts))
         if not _view(func):
             written = [value for value in tree_iter(out) if isinstance(value, torch.Tensor)]
             unique = {id(t): t for t in (*tensors, *written)}
             call.bytes = sum(_nbytes(t) for t in unique.values())
-        if local.stack:
-            local.stack[-1][2] += time.perf_counter() - entered
-            local.stack[-1][3].append(call)
+        if stack:
+            stack[-1].seconds += time.perf_counter() - entered
+            stack[-1].parts.append(call)
         return out
 
-    def thread(self) -> int:
-        """The number of the calling thread; `threads` has its name."""
-        number = self._threads.get(threading.get_ident())
-        if number is None:
-            thread = threading.current_thread()
-            backward = torch._C._current_graph_task_id() != -1 and thread is not threading.main_thread()
-            with self._lock:
-                number = self._threads[threading.get_ident()] = len(self.threads)
-                self.threads.append("backward" if backward else thread.name)
-        return number
-
-    def now(self) -> float:
-        """Seconds since the recording began."""
-        return time.perf_counter() - self.origin
-
-    def _is_first(self, call: Call, tensors: list[torch.Tensor]) -> bool:
-        """Returns true if no call of the operator with these dtypes came before; it may load code."""
-        kind = (call.name, call.has, frozenset((t.dtype, t.device.type) for t in tensors))
-        new = kind not in self._seen
+    def _described(
+        self, func: OpOverload, args: tuple, kwargs: dict, tensors: list[torch.Tensor], stack: list[_Frame]
+    ) -> Call:
+        """The call, before it is made."""
+        name = func.name()
+        raw = keyset(tensors, self.outer).raw_repr() if tensors else 0
+        key = self._backend(raw) or self.target.key
+        names = self._names(raw)
+        if any(frame.entered for frame in stack):  # below autograd
+            names = [passed for passed in names if not passed.startswith(("Auto", "AD"))]
+        elif not torch.is_autocast_enabled(self.type):
+            names = [passed for passed in names if not passed.startswith("Autocast")]
+        call = Call(name, self._has(name, key, dispatch.policies()), names, len(stack))
+        kind = (name, call.has, frozenset((t.dtype, t.device.type) for t in tensors))
+        call.first = kind not in self._seen
         self._seen.add(kind)
-        return new
+        types = {self.type} - {"cpu"}
+        call.wait = "fallback" if call.has == "fallback" else waits.why(func, args, kwargs, tensors, types)
+        if call.wait:
+            call.where = place.line()
+        return call
+
+    # ---- the device's events ----
 
     def _stream(self, tensors: list[torch.Tensor], device: Any) -> torch.Stream | None:
-        """The current stream of the device of a call."""
+        """The current stream of the device of a call; None if its events are not asked for."""
+        if not self.events:
+            return None
         index = next((t.device.index for t in tensors if t.device.type == self.type), None)
         if index is None and device is not None:
             index = torch.device(device).index
-        current = getattr(self._module, "current_stream", None)
-        return current(index) if current else None
-
-    def _describe(self, call: Call, tensors: list[torch.Tensor], on: torch.Stream | None, works: bool) -> None:
-        """Fill in what `details` asks for. `works`: the call itself, not its parts, puts work on the stream."""
-        stack = self._local.stack
-        call.inputs = tuple(_input(t, self.type) for t in tensors)
-        if stack:  # a part of a composite
-            call.module, call.phase, call.stack = stack[-1][5]
-        else:
-            now = self.places.now()
-            phase = f"backward of {now.node}" if now.node else now.phase
-            call.module, call.phase, call.stack = now.module, phase, -1 if now.site is None else now.site
-        if on is None or not works:
-            return
-        call.stream = stream = (on.device.index, on.stream_id)
-        after = self.pending.pop(stream, set())
-        if call.wait and stream in self.last:
-            after.add(self.last[stream])
-        call.after = tuple(sorted(after))
-        self.last[stream] = call.number
-
-    def _stack(self) -> int:
-        """The program's frames outside torch and these tools, as an index of `stacks`."""
-        found = tuple((frame.f_code, frame.f_lineno) for frame in itertools.islice(place.frames(), _FRAMES))
-        number = self._stacks.get(found)
-        if number is None:
-            number = self._stacks[found] = len(self.stacks)
-            self.stacks.append(
-                tuple(f"{place.relative(code.co_filename)}:{line} in {code.co_qualname}" for code, line in found)
-            )
-        return number
+        return self._module.current_stream(index)
 
     def _event(self, on: torch.Stream | None) -> torch.Event | None:
-        if not self.events or on is None:
+        if on is None:
             return None
         event = torch.Event(on.device, enable_timing=True)
-        self._record(event, on)
+        event.record(on)
         return event
 
     def finish(self) -> None:
         """Read the events' times."""
-        anchors: dict[int, tuple[torch.Event, float]] = {}  # by device, an event and when it ran
-        for call, begin, end, children in self._pairs:  # children before their parents
+        for call, begin, end, parts in self._pairs:  # parts before the composites that they are in
             end.synchronize()
-            device = begin.device.index
-            if device not in anchors:
-                anchors[device] = self._anchor(device)
-            anchor, at = anchors[device]
-            call.begins = at - begin.elapsed_time(anchor) / 1e3
             call.seconds = begin.elapsed_time(end) / 1e3
-            call.own = max(0.0, call.seconds - sum(child.seconds for child in children))
-            call.part = _part(children)
+            call.own = max(0.0, call.seconds - sum(part.seconds for part in parts))
+            call.part = _longest(parts)
         self._pairs.clear()
 
-    def _anchor(self, device: int) -> tuple[torch.Event, float]:
-        """An event that runs as soon as it is recorded, because nothing is queued before it, and that time."""
-        stream = self._module.current_stream(device)
-        self._event(stream).synchronize()
-        event = self._event(stream)
-        event.synchronize()
-        return event, self.now()
 
-    def _waits(self, func: OpOverload, call: Call, args: tuple, kwargs: dict) -> str:
-        """Why the host waits for the device in this call, or an empty string."""
-        if call.has == "fallback":
-            return "fallback"
-        if self.type == "cpu":
-            return ""
-        if call.name == "aten::_local_scalar_dense":
-            return "item"
-        if call.name in _COPIES:
-            source, target = _COPIES[call.name]
-            to = kwargs.get("device") if target is None else args[target].device
-            asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-            if target is not None and to.type == "cpu":  # torch makes a new target pinned
-                asynchronous = asynchronous and args[target].is_pinned()
-            from_here = args[source].device.type == self.type
-            return "copy to host" if from_here and to and torch.device(to).type == "cpu" and not asynchronous else ""
-        if torch.Tag.dynamic_output_shape in func.tags:
-            return "shape from data"
-        return "value from data" if torch.Tag.data_dependent_output in func.tags else ""
-
-
-def _part(children: list[Call]) -> float:
-    return max((child.part if child.has == "composite" else child.seconds for child in children), default=0.0)
+def _longest(parts: list[Call]) -> float:
+    return max((part.part if part.has == "composite" else part.seconds for part in parts), default=0.0)
 
 
 def _keys(raw: int) -> torch._C.DispatchKeySet:
@@ -414,8 +310,3 @@ def _view(func: OpOverload) -> bool:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size() if tensor.layout == torch.strided else 0
-
-
-def _input(tensor: torch.Tensor, device: str) -> str:
-    shape = " nested" if tensor.is_nested else list(tensor.shape)
-    return f"{dtype_name(tensor.dtype)}{shape}{'' if tensor.device.type == device else f'@{tensor.device.type}'}"

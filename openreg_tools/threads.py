@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from typing import Any
 
@@ -46,11 +45,6 @@ class InThreads:
 
     def __init__(self, mode: TorchDispatchMode) -> None:
         self._mode, self._active = mode, False
-        self._local, self._numbers = threading.local(), itertools.count(1)
-
-    def number(self) -> int:
-        """The number of the calling thread, in the order in which threads started; 0 for any other."""
-        return getattr(self._local, "number", 0)
 
     def __enter__(self) -> InThreads:
         self._before, self._active = threading.Thread.start, True
@@ -66,11 +60,8 @@ class InThreads:
         return self
 
     def _in_mode(self, thread: threading.Thread, run: Any) -> Any:
-        number = next(self._numbers)
-
         def run_in_mode() -> None:
             thread.__dict__.pop("run", None)
-            self._local.number = number
             _push_mode(self._mode)  # not mode.__enter__(), which keeps what it restores on the mode
             try:
                 run()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import statistics
 import time
@@ -21,18 +20,18 @@ from typing import Any
 
 import torch
 
-from openreg_tools import backends, dispatch, timeline
+from openreg_tools import backends, dispatch
+from openreg_tools.core import place, waits
 from openreg_tools.core.blocks import Block, Lines, Section, Table, Text, seconds, size
 from openreg_tools.core.device import LACKS, Target, add_device, has_events, load, target_of, to_stderr, usable
-from openreg_tools.core.options import count, file
-from openreg_tools.core.program import Rank, add_program, of_rank, program, run
-from openreg_tools.core.report import Report, add_output, write, write_file
+from openreg_tools.core.options import count
+from openreg_tools.core.program import add_program, of_rank, program, rank, run
+from openreg_tools.core.report import Report, add_output, write
 from openreg_tools.explain import trace_lines
 from openreg_tools.recorder import Call, Recorder
 from openreg_tools.threads import InThreads
-from openreg_tools.waits import Waits
 
-__all__ = ["Candidate", "Row", "Trace", "trace"]
+__all__ = ["Candidate", "Recording", "Row", "trace"]
 
 
 @dataclasses.dataclass
@@ -61,8 +60,8 @@ class Candidate:
     saved: float  # at most
 
 
-class Trace(Report):
-    """A context manager that records what ran; after it ends, `text()`, `json()`, `html()` and `chrome()` report.
+class Recording(Report):
+    """A context manager that records what ran; after it ends, `text()`, `json()` and `html()` report.
 
     Args:
         device: the device to record; the accelerator of the process unless given.
@@ -76,32 +75,29 @@ class Trace(Report):
         self.name = name
         self.calls: list[Call] = []
         self.seconds = 0.0
+        self._outside: Counter[tuple[str, str]] = Counter()  # waits outside operators, by reason and line
 
-    def __enter__(self) -> Trace:
-        self._recorder = Recorder(self.target, _queues(self.target.device), _overhead(self.target), details=True)
-        self._waits, self._rank, self._threads = Waits(self._recorder), Rank(), InThreads(self._recorder)
-        self._recorder.places.__enter__()
-        self._recorder.__enter__()
-        self._waits.__enter__()
-        self._rank.__enter__()
-        self._threads.__enter__()
+    def __enter__(self) -> Recording:
+        self._recorder = Recorder(self.target, _queues(self.target.device), _overhead(self.target))
+        self._context = contextlib.ExitStack()
+        self._context.enter_context(self._recorder)
+        self._context.enter_context(waits.noticed({self._recorder.type} - {"cpu"}, self._waited, printing=True))
+        self._context.enter_context(InThreads(self._recorder))
         self._started = time.perf_counter()
-        self.time = time.time_ns() - int(self._recorder.now() * 1e9)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self.seconds = time.perf_counter() - self._started
-        self._threads.__exit__()
         self._recorder.active = False
-        self._rank.__exit__()
-        self._waits.__exit__()
-        self._recorder.__exit__(*exception)
-        self._recorder.places.__exit__()
+        self._context.close()
         self._recorder.finish()
         self.calls, self.elsewhere = self._recorder.calls, self._recorder.elsewhere
-        self.rank, self.ranks = self._rank.last()
+        self.rank, self.ranks = rank()
         ranked = _rows([call for call in self.calls if not call.first])
-        self.candidates = _candidates(ranked, self.target, sum(self._recorder.overhead))
+        self.candidates = _candidates(ranked, self.target, self._recorder.overhead)
+
+    def _waited(self, why: str) -> None:
+        self._outside[why, place.line()] += 1
 
     # ---- queries ----
 
@@ -112,7 +108,7 @@ class Trace(Report):
     def waits(self) -> list[tuple[str, str, int]]:
         """Why and where the host waited for the device, and how often; the most frequent first."""
         counts = Counter((call.wait, call.where) for call in self.calls if call.wait)
-        counts.update((wait.why, wait.where) for wait in self._waits.found)
+        counts.update(self._outside)
         return [(why, where, count) for (why, where), count in counts.most_common()]
 
     @property
@@ -126,8 +122,8 @@ class Trace(Report):
             yield Section("", [Lines(trace_lines([(call, None) for call in self.calls], self.target.key))])
         inside = sum(call.own for call in self.calls)
         clock = "device events" if self._recorder.events else "host clock around the call"
-        rank = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
-        yield Text(f"{self.name or 'the program'} on {self.target.device}{rank}, torch {torch.__version__}")
+        of_ranks = f", rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
+        yield Text(f"{self.name or 'the program'} on {self.target.device}{of_ranks}, torch {torch.__version__}")
         yield Text(self._counts())
         yield Text(f"{seconds(inside)} in operators ({clock}) of {seconds(self.seconds)} with recording")
         if not (rows := self.rows()):
@@ -139,8 +135,8 @@ class Trace(Report):
             for r in rows
         ]
         yield Table(table, left=2, fit=True, top=top, rest=seconds(sum(r.seconds for r in rows[top:])))
-        if waits := self.waits():
-            table = [["times", "why", "where"], *([count, why, where] for why, where, count in waits)]
+        if found := self.waits():
+            table = [["times", "why", "where"], *([count, why, where] for why, where, count in found)]
             yield Section("The host waited for the device:", [Table(table, left=0, top=top)])
         yield Section("", self._next(top))
 
@@ -176,13 +172,7 @@ class Trace(Report):
             "next": [vars(candidate) for candidate in self.candidates],
             "waits": [{"why": why, "where": where, "count": count} for why, where, count in self.waits()],
             "calls": [dataclasses.asdict(call) for call in self.calls],
-            "stacks": self._recorder.stacks,
         }  # fmt: skip
-
-    def chrome(self) -> dict[str, Any]:
-        """What ``--chrome`` writes: Chrome's Trace Event Format, which Perfetto and chrome://tracing open."""
-        rank = self.rank if self.ranks > 1 else None
-        return timeline.chrome(self._recorder, self._waits.found, self.name or "the program", self.time, rank)
 
 
 NOTE = (
@@ -190,7 +180,7 @@ NOTE = (
     "its slowest part today. saves = now - kernel, an upper bound. Savings overlap where one contains another."
 )
 
-trace = Trace
+trace = Recording
 
 
 def _queues(device: str) -> bool:
@@ -245,28 +235,27 @@ def _rows(calls: list[Call]) -> list[Row]:
 # ---- what a kernel would save ----
 
 
-def _candidates(rows: list[Row], target: Target, least: float) -> list[Candidate]:
-    """The operators whose calls a kernel would shorten by more than `least` seconds; recording blurs smaller
-    savings."""
+def _candidates(rows: list[Row], target: Target, overhead: tuple[float, float]) -> list[Candidate]:
+    """The operators whose calls a kernel would shorten by more than recording adds, which blurs smaller savings."""
     wanted = [row for row in rows if row.has in ("composite", "fallback") and row.bytes and row.total]
     if not wanted:
         return []
     try:
-        launch, bandwidth = _speeds(target)
+        launch, bandwidth = _speeds(target, overhead)
     except LACKS:  # it has no kernel for what measures them: its kernels take no time, then
         launch, bandwidth = 0.0, float("inf")
     out = []
     for row in wanted:
         kernel = max(row.calls * launch + row.bytes / bandwidth, row.part)
-        if row.total > kernel + least * row.calls:
+        if row.total > kernel + sum(overhead) * row.calls:
             out.append(Candidate(row.operator, row.has, row.calls, row.total, kernel, row.total - kernel))
     return sorted(out, key=lambda c: -c.saved)
 
 
-def _speeds(target: Target, size: int = 1 << 22) -> tuple[float, float]:
+def _speeds(target: Target, overhead: tuple[float, float], size: int = 1 << 22) -> tuple[float, float]:
     """Seconds of the smallest call, and bytes per second of a large copy, as measured by the recorder."""
     device = torch.device(target.device)
-    recorder = Recorder(target, _queues(target.device), _overhead(target))
+    recorder = Recorder(target, _queues(target.device), overhead)
     with torch.no_grad():
         x, y = torch.ones(1, device=device), torch.empty(size, device=device)
         z = torch.empty_like(y)
@@ -289,8 +278,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls", action="store_true", help="print every call, nested as in the dispatch trace")
     parser.add_argument("--top", type=count, default=25, metavar="N", help="lines of each table (default 25)")
     add_output(parser)
-    parser.add_argument("--chrome", type=file, metavar="FILE",
-                        help="write the timeline, for Perfetto (https://ui.perfetto.dev) or chrome://tracing")  # fmt: skip
     add_program(parser)
 
 
@@ -298,12 +285,10 @@ def main(arguments: argparse.Namespace) -> int:
     """The program's exit status, 1 if it raised, 2 if the request is wrong."""
     words = program(arguments)
     load(arguments.modules, arguments.device)
-    recording = Trace(arguments.device, arguments.key, os.path.basename(words[0]))
+    recording = Recording(arguments.device, arguments.key, os.path.basename(words[0]))
     with to_stderr() if arguments.json == "-" else contextlib.nullcontext():
         status = run(words, recording)
-    for name in ("json", "html", "chrome"):
+    for name in ("json", "html"):
         setattr(arguments, name, of_rank(getattr(arguments, name), recording.rank, recording.ranks))
     write(recording, arguments, top=arguments.top, calls=arguments.calls)
-    if arguments.chrome:
-        write_file(arguments.chrome, json.dumps(recording.chrome()))
     return status

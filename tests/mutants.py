@@ -65,10 +65,10 @@ TESTS = {
     ),
     "openreg_tools/core/info.py": "tests/tools/test_info.py",
     "openreg_tools/core/program.py": "tests/tools/test_trace.py",
+    "openreg_tools/core/waits.py": "tests/tools/test_trace.py tests/tools/test_pytest_plugin.py",
     "openreg_tools/dispatch.py": "tests/tools/test_operators_command.py tests/tools/test_explain.py",
     "openreg_tools/manifest.py": "tests/tools/test_operators_command.py tests/tools/test_drift.py",
     "openreg_tools/recorder.py": "tests/tools/test_trace.py tests/tools/test_explain.py",
-    "openreg_tools/timeline.py": "tests/tools/test_trace.py",
     "openreg_tools/conformance/": "tests/tools/test_conformance*.py tests/tools/test_schemas.py",
 }
 EXCLUDED = re.compile("openreg_ops/(_build.py|meta/|include/|tools/templates/)")  # written by setup.py, or a link

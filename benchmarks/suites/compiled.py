@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from report import Figure, figure
-from timing import LEAST, Call, Comparison, compare, compared, settle
+from timing import LEAST, Call, Speeds, compare, compared, settle
 from torch.nn import functional as F
 
 import openreg_ops
@@ -121,7 +121,7 @@ DECOMPOSABLE = {
 
 def decomposition(
     name: str, body: Callable[..., Any], shapes: Sequence[tuple[int, ...]], options: argparse.Namespace
-) -> Comparison:
+) -> Speeds:
     """Forward and backward decomposed, compared with the operator's own kernels."""
     torch.manual_seed(0)
     arguments = [torch.randn(shape, device="openreg", requires_grad=shape != ANGLE) for shape in shapes]

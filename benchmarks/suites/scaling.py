@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from report import Figure, figure, plural
-from timing import LEAST, Call, Comparison, alternate, compare, compared
+from timing import LEAST, Call, Speeds, alternate, compare, compared
 from torch import nn
 from torch.nn import functional as F
 
@@ -78,7 +78,7 @@ def worker(rank: int, count: int, folder: str, name: str, size: int, rounds: int
     dist.destroy_process_group()
 
 
-def among(count: int, name: str, size: int, rounds: int) -> Comparison:
+def among(count: int, name: str, size: int, rounds: int) -> Speeds:
     """The device against the CPU in `count` processes at once."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (count, folder, name, size, rounds), nprocs=count)

@@ -373,7 +373,6 @@ TOOLS = (
     ("Trace", "openreg_tools.trace"),
     ("Compare", "openreg_tools.compare"),
     ("Drift", "openreg_tools.drift"),
-    ("Symbols of a binary", "openreg_tools.abi"),
     ("Info", "openreg_tools.info"),
     ("Backends", "openreg_tools.backends"),
 )

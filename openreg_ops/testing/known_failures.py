@@ -7,20 +7,8 @@ tests/aten/test_opinfo.py; at most ten. OPERATORS: checks that an openreg:: oper
 from __future__ import annotations
 
 from openreg_tools.backends import Known
-from openreg_tools.conformance import transforms
 
-_CHUNKED = Known(
-    cause="PyTorch accumulates the chunks in float32 only where device.type is 'cpu' or 'cuda' "
-    "(_resolve_auto_acc_dtype in torch/nn/modules/linear_cross_entropy_options.py), elsewhere in the input's dtype; "
-    "with LinearCrossEntropyOptions(acc_policy='accurate', acc_dtype=torch.float32) the device agrees",
-    checks=("forward", "backward", *transforms.CHECKS),
-    dtypes=("float16", "bfloat16"),
-)
-
-KNOWN_FAILURES: dict[str, Known] = {
-    "nn.functional.linear_cross_entropy.chunked": _CHUNKED,
-    "nn.functional.linear_cross_entropy.chunked_none": _CHUNKED,
-}
+KNOWN_FAILURES: dict[str, Known] = {}
 
 _HALVED = (
     "backward passes half of the gradient on, on purpose: the operator shows a gradient that is not the derivative"

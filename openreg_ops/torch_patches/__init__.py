@@ -4,10 +4,10 @@ autocast.py          autocast without a device's name
 backward.py          the thread that runs backward
 checkpoint.py        which device's random numbers activation checkpointing restores
 data_parallel.py     torch.nn.DataParallel and torch.nn.parallel.comm
-deepcopy.py          copy.deepcopy of a tensor's metadata
 dlpack.py            DLPack
 import_hooks.py      runs a patch when PyTorch imports a module later
 jagged_attention.py  attention of jagged nested tensors
+metadata.py          the metadata of deep copies and of fake tensors
 multiprocessing.py   tensors sent to other processes
 """
 
@@ -16,9 +16,9 @@ from openreg_ops.torch_patches import (
     backward,
     checkpoint,
     data_parallel,
-    deepcopy,
     dlpack,
     jagged_attention,
+    metadata,
     multiprocessing,
 )
 
@@ -30,6 +30,6 @@ def register() -> None:
     checkpoint.register()
     dlpack.register()
     multiprocessing.register()
-    deepcopy.register()
+    metadata.register()
     jagged_attention.register()
     data_parallel.register()

@@ -17,6 +17,7 @@ from openreg_tools.core.samples import Sample
 
 Operator = torch._ops.OpOverload
 Function = Callable[..., tuple[Tensor, ...]]
+Cotangents = Callable[[list[Tensor]], Sequence[Tensor | None]]  # makes the gradients of outputs
 SEED = 4321
 KNOWN = ("builtins", "torch")  # packages of the types for which compilers have literals
 # What Case.trying is told before a call with fake tensors; the report then names the fake kernel.
@@ -156,24 +157,18 @@ class Case:
         for name, value in self.given().items():
             keyword = f"{name}=" if name in self.sample.kwargs else ""
             pieces.append(keyword + text(value, name, writes.get(name, False)))
-        returns = [str(each.type) for each in self.schema.returns]
-        one = len(returns) == 1
+        returns = [str(value.type) for value in self.schema.returns]
+        places = ["out"] if len(returns) == 1 else [f"out[{i}]" for i in range(len(returns))]
         outs = [
-            f"*{'out' if one else f'out[{i}]'}" if kind.startswith("List") else ("out" if one else f"out[{i}]")
-            for i, kind in enumerate(returns)
-            if "Tensor" in kind
+            f"{'*' * kind.startswith('List')}{p}" for p, kind in zip(places, returns, strict=True) if "Tensor" in kind
         ]
         tensors = [f"t{i}" for i in range(len(self.names))]
-
-        def returned(values: list[str]) -> str:
-            """A tuple of the values; an output may be None, such as a gradient that was not requested."""
-            text = f"({''.join(f'{each}, ' for each in values)})"
-            return text if returns == ["Tensor"] else f"tuple(each for each in {text} if each is not None)"
-
         start, call = f"def function({', '.join(tensors)}):\n", f"    out = op({', '.join(pieces)})\n"
-        copies = "".join(f"    {t} = {t}.clone()\n" for t in written)
-        self._text = f"{start}{copies}{call}    return {returned([*outs, *written])}\n"
-        self._raw_text = f"{start}{call}    return {returned(outs)}\n"
+        copies = "".join(f"    {tensor} = {tensor}.clone()\n" for tensor in written)
+        # An output may be None, such as a gradient that was not requested.
+        end = "    return tuple(x for x in [{}] if x is not None)\n"
+        self._text = start + copies + call + end.format(", ".join([*outs, *written]))
+        self._raw_text = start + call + end.format(", ".join(outs))
         self.constants = constants
         self.written = [int(t[1:]) for t in written]
 
@@ -277,12 +272,9 @@ class Case:
         return [*outs, *(tensors[i].detach().clone() for i in self.written)]
 
     def gradients_of(self, tensors: Iterable[Tensor], function: Function | None = None) -> list[Tensor | None]:
-        """The gradients under `cotangents`, through every output that has one."""
+        """The gradients of the `asked` tensors under `cotangents`, through every output that has one."""
         tensors = self.leaf(tensors)
-        outs, leaves = attached((function or self.run)(*tensors)), self.of(tensors)
-        if not outs or not leaves:
-            return [None] * len(leaves)
-        return list(torch.autograd.grad(outs, leaves, cotangents(outs), allow_unused=True))
+        return pull((function or self.run)(*tensors), tensors)
 
     def results(self, tensors: Sequence[Tensor] | None = None, function: Function | None = None) -> Results:
         """What calls on these tensors, or on the sample's, give: without autograd, and with it if there is a derivative."""
@@ -353,7 +345,7 @@ class Case:
             found.append(self._derivative() if flag else whole)
             if found[-1].status == "fail":
                 return found[-1]
-        self.wanted = [each.status == "pass" for each in found]
+        self.wanted = [verdict.status == "pass" for verdict in found]
         if any(self.wanted) and self._derivative().status == "pass":
             refused = [n for n, flag, now in zip(self.names, every, self.wanted, strict=True) if flag and not now]
             return Verdict("pass", f"it refuses the gradients of {', '.join(refused)}")
@@ -414,6 +406,19 @@ def cotangents(outs: Iterable[Tensor]) -> list[Tensor]:
         numbers = torch.sin(1.3 * torch.arange(out.numel(), dtype=torch.float64) + 0.7)
         made.append(numbers.reshape(out.shape).to(out.dtype).to(out.device))
     return made
+
+
+def pull(outs: Iterable[Tensor], tensors: Iterable[Tensor], given: Cotangents = cotangents) -> list[Tensor | None]:
+    """The gradients of those tensors that require one, under those that `given` makes for the outputs that have one.
+
+    A None among the given ones is an undefined gradient.
+    """
+    outs, leaves = attached(outs), [x for x in tensors if x.requires_grad]
+    pairs = [(out, cotangent) for out, cotangent in zip(outs, given(outs), strict=True) if cotangent is not None]
+    if not pairs or not leaves:
+        return [None] * len(leaves)
+    outs, made = zip(*pairs, strict=True)
+    return list(torch.autograd.grad(outs, leaves, made, allow_unused=True))
 
 
 def unlike_gradients(

@@ -23,6 +23,7 @@ from openreg_tools.check.checks import CHECKS, SLOW
 from openreg_tools.check.report import Report
 from openreg_tools.check.run import Checks, in_children, in_process
 from openreg_tools.core import child, from_schema
+from openreg_tools.core.attempts import Attempt, attempts
 from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.device import usable
 from openreg_tools.core.move import Move
@@ -120,45 +121,39 @@ def derived(op: Operator, device: str, dtype: torch.dtype, most: int = 3) -> lis
         args, kwargs = tree_map(moved, (made.args, made.kwargs))
         return Sample(*args, **kwargs)
 
-    def tries() -> Iterator[tuple[int, str]]:
-        """The numbers of the calls, each first with what is said if the call ends the process, then with its error."""
-        seen = set()
-        for k in _CALLS:
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")
-                if repr(made := sample(k)) in seen:
-                    continue
-                seen.add(repr(made))
-                yield k, "it ends the process"
-                try:
-                    with contextlib.suppress(SystemExit, GeneratorExit):
-                        op(*made.args, **made.kwargs)
-                    yield k, ""
-                except Exception as error:
-                    yield k, all_lines(error)
+    def attempt(i: int) -> None:
+        made = sample(_CALLS[i])
+        with torch.no_grad(), contextlib.suppress(SystemExit, GeneratorExit):
+            op(*made.args, **made.kwargs)
 
-    answers: Iterable[Any] = tries()
-    if torch.device(device).type == "cpu" and hasattr(
-        os, "fork"
-    ):  # this process stays one where the operator has not run
-        answers = child.answers(lambda answer: [answer(each) for each in tries()], 60)
-    found, refusal = [], ""
-    last = 0
-    try:
-        for last, said in answers:
-            refusal = said or refusal
-            if not said:
-                found.append(sample(last))
+    def here() -> Iterator[tuple[int, Attempt]]:
+        for i in range(len(_CALLS)):
+            try:
+                attempt(i)
+            except Exception as error:
+                yield i, Attempt("raised", all_lines(error))
+            else:
+                yield i, Attempt("returned")
+
+    found: dict[str, Sample] = {}
+    refusal = ""
+    # A child, so that this process stays one where the operator has not run. It cannot use every device.
+    forks = torch.device(device).type == "cpu" and hasattr(os, "fork")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i, outcome in attempts(len(_CALLS), attempt, seconds=60) if forks else here():
+            refusal = outcome.message
+            if outcome.kind != "raised":
+                made = sample(_CALLS[i])
+                found.setdefault(repr(made), made)
             if len(found) == most:
                 break
-    except child.Ended:
-        found.append(sample(last))
     if not found:
         raise ValueError(
             f"{name_of(op)}: it accepts none of the inputs that were generated from its schema (the last error was: {refusal}); "
             "give sample inputs"
         )
-    return found
+    return list(found.values())
 
 
 # ---- the run ----
@@ -228,13 +223,8 @@ def prepare(
     skip: str | Collection[str],
     known: Mapping[str, str] | None = None,
     intended_gradient: Callable[..., Any] | None = None,
-    started: Callable[[Report], None] = lambda report: None,
 ) -> Checks:
-    """Resolve the operator and make its samples. The arguments are those of `check`.
-
-    Args:
-        started: called with the report before the samples are made, which may run the operator.
-    """
+    """Resolve the operator and make its samples. The arguments are those of `check`."""
     op = operator(op)
     only, skip = ([names] if isinstance(names, str) else names for names in (only, skip))
     only, skip = ([name.replace("-", "_") for name in names] for names in (only, skip))
@@ -249,28 +239,18 @@ def prepare(
     for what, given in (("reference", reference), ("intended_gradient", intended_gradient)):
         if given is not None and not callable(given):
             raise ValueError(f"expected {what} to be a function, but got {type(given).__name__} {given!r}")
-    target = str(device) if device is not None else ""
-    if target:
+    if device is not None:
         try:
-            usable(target)
+            usable(str(device))
         except Wrong as error:
             raise ValueError(str(error)) from None
-    report = Report(
-        operator=name_of(op),
-        schema=str(op._schema),
-        device=target,
-        torch=torch.__version__,
-        samples=[],
-        about={name: CHECKS[name].__doc__.strip().splitlines()[0] for name in chosen},
-    )
-    started(report)
-    target = target or _home(op, sample_inputs)
+    target, notes = str(device) if device is not None else _home(op, sample_inputs), []
     if sample_inputs is None:
         if registered := _registered(op):
             sample_inputs = list(registered(target, dtype))
         else:
             sample_inputs = derived(op, target, dtype)
-            report.notes.append("These inputs were generated from the schema; your own sample inputs would test more.")
+            notes.append("These inputs were generated from the schema; your own sample inputs would test more.")
     elif callable(sample_inputs):
         sample_inputs = sample_inputs(target, dtype)
     if not isinstance(sample_inputs, Iterable):
@@ -281,7 +261,9 @@ def prepare(
     samples = [sample_of(value) for value in sample_inputs]
     if not samples:
         raise ValueError(f"{name_of(op)}: sample_inputs is empty; give at least one tuple of arguments")
-    report.device, report.samples = target, [repr(sample) for sample in samples]
+    about = {name: CHECKS[name].__doc__.strip().splitlines()[0] for name in chosen}
+    shown = [repr(sample) for sample in samples]
+    report = Report(name_of(op), str(op._schema), target, torch.__version__, shown, about, notes=notes)
     may_pass = list(backend.may_pass(name_of(op)))
     return Checks(report, op, samples, reference, dict(known), may_pass, intended_gradient)
 

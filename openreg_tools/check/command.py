@@ -1,5 +1,4 @@
-"""``openreg-tools check MODULE:OP``: the checker on the command line; ``check --abi LIBRARY``: the unstable symbols of
-a binary.
+"""``openreg-tools check MODULE:OP``: the checker on the command line.
 
 The checks run in a child process, so an operator that ends or hangs its process fails one check, and does not end the
 report.
@@ -10,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from openreg_tools.check.checker import prepare
@@ -42,10 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="CHECK",
                         help=f"checks to run: fast, for those that take a second, or of {', '.join(CHECKS)}")  # fmt: skip
     parser.add_argument("--skip", nargs="+", default=[], metavar="CHECK", help="checks to leave out")
-    parser.add_argument("--abi", metavar="LIBRARY", help="instead of OP, a library such as mypkg/_C.abi3.so: which symbols "
-                        "of torch it uses that the next release may change")  # fmt: skip
     parser.add_argument("--explain", metavar="CHECK", help="instead of OP, print what a check tests, with an example")
-    parser.add_argument("--require-stable", action="store_true", help="with --abi: exit with 1 if a symbol may change")
     parser.add_argument("--generate", type=count, metavar="N",
                         help="also make N random calls, in child processes: layouts, dtypes, special values, aliases")  # fmt: skip
     parser.add_argument(
@@ -65,17 +60,13 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         Wrong: the request is wrong.
     """
-    if arguments.abi:
-        return _abi(arguments)
     if arguments.explain:
         if arguments.explain not in CHECKS and arguments.explain != "generated":
             raise Wrong(unknown("check", arguments.explain, CHECKS))
         print(explanation(arguments.explain))
         return 0
     if arguments.op is None:
-        raise Wrong("expected an operator, --explain CHECK or --abi LIBRARY")
-    if arguments.require_stable:
-        raise Wrong("--require-stable applies to a library: give --abi LIBRARY too")
+        raise Wrong("expected an operator, or --explain CHECK")
     if arguments.seed is not None and arguments.generate is None:
         raise Wrong("--seed is the seed of generated calls: add --generate N")
     if "generated" in split([*arguments.only, *arguments.skip]):
@@ -97,7 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
     return write(report, arguments, verbose=arguments.verbose)
 
 
-def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = lambda report: None) -> Checks:
+def prepared(arguments: argparse.Namespace) -> Checks:
     """The checks that the options ask for.
 
     Raises:
@@ -106,7 +97,7 @@ def prepared(arguments: argparse.Namespace, started: Callable[[Report], None] = 
     return prepare(
         *_asked(arguments), arguments.device, dtype=dtype_of(arguments.dtype), only=split(arguments.only),
         skip=split(arguments.skip), reference=named(arguments.reference) if arguments.reference else None,
-        intended_gradient=named(arguments.intended_gradient) if arguments.intended_gradient else None, started=started,
+        intended_gradient=named(arguments.intended_gradient) if arguments.intended_gradient else None,
     )  # fmt: skip
 
 
@@ -148,22 +139,3 @@ def _generated(report: Report, arguments: argparse.Namespace) -> None:
         report.results.append(Result("generated", 0, status, why, seconds=found.seconds))
     report.notes.append(found.summary())
     report.notes += [f"Allowed in {n} generated calls: {note}" for note, n in of.notes.most_common()]
-
-
-def _abi(arguments: argparse.Namespace) -> int:
-    """0 unless --require-stable is given and a symbol may change. The library is read, not loaded."""
-    from openreg_tools.abi import audit
-
-    names = ("--import", "--samples", "--input", "--reference", "--intended-gradient", "--device", "--only", "--skip",
-             "--generate")  # fmt: skip
-    others = ["OP"] * bool(arguments.op)
-    others += [
-        each for each in names if getattr(arguments, {"--import": "modules"}.get(each, each[2:].replace("-", "_")))
-    ]
-    if others:
-        raise Wrong(
-            f"--abi takes a library, --require-stable, --json and --html alone: leave out {' and '.join(others)}"
-        )
-    report = audit(arguments.abi)
-    write(report, arguments)
-    return 1 if arguments.require_stable and not report.is_stable else 0

@@ -17,15 +17,15 @@ from openreg_tools.core.page import facts, legend
 
 DOCS = "docs/checker.md"
 ENDED = "the process ends in this check"
-MARKS = {"pass": ".", "fail": "FAIL", "warn": "warn", "known": "known", "refused": "ref", "limit": "lim", "skip": "-"}
-MEANINGS = {
-    "pass": "correct",
-    "fail": "wrong",
-    "warn": "works, but is slow or surprising",
-    "known": "wrong, with a known cause",
-    "refused": "unsupported (raises a clear error)",
-    "limit": "PyTorch does not support it, whatever the operator does",
-    "skip": "does not apply",
+# Each status with its mark in the table, and what it means.
+MARKS = {
+    "pass": (".", "correct"),
+    "fail": ("FAIL", "wrong"),
+    "warn": ("warn", "works, but is slow or surprising"),
+    "known": ("known", "wrong, with a known cause"),
+    "refused": ("ref", "unsupported (raises a clear error)"),
+    "limit": ("lim", "PyTorch does not support it, whatever the operator does"),
+    "skip": ("-", "does not apply"),
 }
 _PART = {check: part for part, checks in PARTS.items() for check in checks}
 _ORDER = list(_PART)
@@ -112,7 +112,7 @@ class Report(report.Report):
                     result.sentence = f"{self.operator} was known to fail this check, but no longer does: {known[name]}"
         start = "the device lacks "
         lacks = (r.sentence for r in self.results if r.status == "skip" and r.sentence.startswith(start))
-        if parts := dict.fromkeys(each.removeprefix(start) for each in lacks):
+        if parts := dict.fromkeys(sentence.removeprefix(start) for sentence in lacks):
             needed = f"The package of the device lacks {', '.join(parts)}"
             self.notes.append(f"{needed}: the checks that need them were skipped.")
 
@@ -142,10 +142,10 @@ class Report(report.Report):
         """
         found: dict[str, Cause] = {}
         first = {check: self.of("fail", check)[0] for check in self.about if self.of("fail", check)}
-        parts, each_part = {check: _part(result) for check, result in first.items()}, list(PARTS)
+        parts, order_of_parts = {check: _part(result) for check, result in first.items()}, list(PARTS)
 
         def order(check: str) -> tuple[int, bool, bool, int]:
-            part = each_part.index(parts[check]) if parts[check] in PARTS else -1
+            part = order_of_parts.index(parts[check]) if parts[check] in PARTS else -1
             place = _ORDER.index(check) if check in _PART else len(_ORDER)
             return part, ENDED not in first[check].sentence, _PART.get(check) != parts[check], place
 
@@ -154,7 +154,7 @@ class Report(report.Report):
             if part == "backward" and "kernel" in found:
                 part = "kernel"
             if part == "program":
-                part = next((each for each in ("kernel", "backward", "fake kernel") if each in found), "program")
+                part = next((other for other in ("kernel", "backward", "fake kernel") if other in found), "program")
             if part in found:
                 found[part].also.append(first[check])
             else:
@@ -172,14 +172,14 @@ class Report(report.Report):
     def blocks(self, page: bool = False, verbose: bool = False) -> Iterator[Block]:
         """The content; verbose adds why checks were skipped and what passed."""
         if page:
-            yield from (self._box(*cause) for cause in self._causes())
+            yield from (self._box(cause.result, cause.samples, cause.also) for cause in self.causes())
         yield Lines([self.schema, f"on {self.device}, torch {self.torch}"])
         yield Lines([f"  {i}  {text}" for i, text in enumerate(self.samples)])
         yield from (Text(note, 4) for note in self.notes)
         if page:
             counts = Counter(r.status for r in self.results)
             yield facts({status: counts[status] for status in MARKS if counts[status]})
-            yield legend({status: (mark, MEANINGS[status]) for status, mark in MARKS.items()})
+            yield legend(MARKS)
         shown = [check for check in self.about if verbose or page or any(r.status != "skip" for r in self.row(check))]
         yield self._table(shown, whole=page)
         if hidden := [check for check in self.about if check not in shown]:
@@ -191,8 +191,8 @@ class Report(report.Report):
             text = f"PyTorch's own limits, whatever the operator does (--verbose): {', '.join(dict.fromkeys(limits))}"
             yield Text(text, 4)
         yield from self._others(*(("skip", "pass", "limit") if verbose else ()), "refused", "warn", "known")
-        for cause in self._causes():
-            yield self._box(*cause, most=None if verbose else _LINES)
+        for cause in self.causes():
+            yield self._box(cause.result, cause.samples, cause.also, None if verbose else _LINES)
 
     def _table(self, checks: Iterable[str], whole: bool) -> Table:
         """A mark for each check and sample, or how many samples have each mark."""
@@ -200,12 +200,12 @@ class Report(report.Report):
         if whole or len(self.samples) <= _SAMPLES:
             head: list[Any] = ["check", *range(len(self.samples))]
             cells = {
-                check: {r.sample: Cell(MARKS[r.status], r.status, r.sentence) for r in row}
+                check: {r.sample: Cell(MARKS[r.status][0], r.status, r.sentence) for r in row}
                 for check, row in rows.items()
             }
             lines = [[check, *(found.get(i, "") for i in range(len(self.samples)))] for check, found in cells.items()]
         else:
-            head = ["check", *MARKS.values()]
+            head = ["check", *(mark for mark, _ in MARKS.values())]
             lines = [
                 [check, *(len([r for r in row if r.status == s]) or "" for s in MARKS)] for check, row in rows.items()
             ]
@@ -213,9 +213,6 @@ class Report(report.Report):
 
     def _others(self, *statuses: str) -> Iterator[Box]:
         return (self._box(result, samples) for result, samples in self.grouped(*statuses) if result.sentence)
-
-    def _causes(self) -> Iterator[tuple[Result, list[int], list[Result]]]:
-        return ((cause.result, cause.samples, cause.also) for cause in self.causes())
 
     def _box(self, result: Result, samples: list[int], also: Iterable[Result] = (), most: int | None = None) -> Box:
         """What a check says, in at most `most` lines for the sentence and for the remedy each."""
@@ -227,13 +224,11 @@ class Report(report.Report):
             content.append(_cut(Text(f"{'Cause' if result.status == 'known' else 'Remedy'}: {text}"), most))
             content.append(Lines(commands))
         if also and most:
-            content.append(Text(f"Also fails: {', '.join(each.check for each in also)} (--verbose shows them)"))
-        content += [Text(f"Also fails {each.check}: {each.sentence}") for each in also if not most]
+            content.append(Text(f"Also fails: {', '.join(other.check for other in also)} (--verbose shows them)"))
+        content += [Text(f"Also fails {other.check}: {other.sentence}") for other in also if not most]
         if failed:
             content.append(Lines([f"More: openreg-tools check --explain {result.check}"]))
-        return Box(
-            f"{MARKS['fail'] if failed else result.status} {result.check}{where}", content, result.status, failed
-        )
+        return Box(f"{'FAIL' if failed else result.status} {result.check}{where}", content, result.status, failed)
 
     def dict(self) -> dict[str, Any]:
         """What `json()` writes."""
@@ -248,8 +243,8 @@ class Report(report.Report):
             "samples": self.samples,
             "checks": self.about,
             "causes": [
-                {"check": each.result.check, "samples": each.samples, "also": [also.check for also in each.also]}
-                for each in self.causes()
+                {"check": cause.result.check, "samples": cause.samples, "also": [also.check for also in cause.also]}
+                for cause in self.causes()
             ],
             "results": [{**dataclasses.asdict(r), "docs": r.docs} for r in self.results],
         }

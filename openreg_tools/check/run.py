@@ -7,11 +7,9 @@ import dataclasses
 import importlib
 import os
 import re
-import signal
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,19 +62,16 @@ class Checks:
     def result(self, i: int, name: str) -> Result:
         """Run one check on one sample."""
         start = time.perf_counter()
-        with _interrupts() as interrupts:
-            case, refusal = (self._new_case(i), "") if name in ALONE else self._of_sample(i)
-            if refusal and name != "runs":
-                verdict = Verdict("skip", f"{case.name} refuses this sample")
-            elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
-                verdict = Verdict("skip", "it applies to strided tensors only")
-            else:
-                with preserved(self.report.device):
-                    verdict = _run_check(CHECKS[name], case)
-                if verdict.status == "fail" and name != "runs" and (part := lacking(verdict.sentence)):
-                    verdict = Verdict("skip", f"the device lacks {part}")
-            if interrupts:
-                raise KeyboardInterrupt
+        case, refusal = (self._new_case(i), "") if name in ALONE else self._of_sample(i)
+        if refusal and name != "runs":
+            verdict = Verdict("skip", f"{case.name} refuses this sample")
+        elif name not in ANY_LAYOUT and any(x.layout != torch.strided for x in case.leaves):
+            verdict = Verdict("skip", "it applies to strided tensors only")
+        else:
+            with preserved(self.report.device):
+                verdict = _run_check(CHECKS[name], case)
+            if verdict.status == "fail" and name != "runs" and (part := lacking(verdict.sentence)):
+                verdict = Verdict("skip", f"the device lacks {part}")
         seconds = round(time.perf_counter() - start, 4)
         return Result(name, i, verdict.status, verdict.sentence, verdict.remedy, seconds)
 
@@ -100,28 +95,8 @@ class Checks:
         return case
 
 
-@contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """The SIGINTs that arrive: an operator may raise KeyboardInterrupt itself, or swallow that of the user's Ctrl-C."""
-    arrived: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield arrived
-        return
-
-    def handler(number: int, frame: Any) -> None:
-        arrived.append(number)
-        before(number, frame)
-
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield arrived
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-# What an operator may raise. SystemExit and KeyboardInterrupt would otherwise end the tool, which then reports nothing.
-_RAISED = (Exception, SystemExit, KeyboardInterrupt, GeneratorExit)
+# What an operator may raise. SystemExit would otherwise end the tool, which then reports nothing.
+_RAISED = (Exception, SystemExit, GeneratorExit)
 
 
 def _refusal(case: Case) -> str:
@@ -147,15 +122,13 @@ def _run_check(function: Callable[[Case], str | None], case: Case) -> Verdict:
 
 # ---- all checks ----
 
-Prepare = Callable[..., Checks]  # takes `started`, which is called with the report before the samples are made
-
 
 def in_process(checks: Checks, seconds: float, progress: Callable[[str], None]) -> Report:
     """Run every check here. The kernel first gets unusual inputs in a forked child, where that is possible."""
     report, began = checks.report, time.perf_counter()
     host = report.device == "cpu" and hasattr(os, "fork")
     with child.at_most() if host else contextlib.nullcontext(), preserved(checks.report.device):
-        for i, name in sorted(report.planned(), key=lambda each: each[1] not in ALONE):
+        for i, name in sorted(report.planned(), key=lambda planned: planned[1] not in ALONE):
             progress(_where(report, i, name))
             rehearsed = _rehearsed(checks, i, name, seconds) if host and name in UNUSUAL else None
             report.results.append(rehearsed or checks.result(i, name))
@@ -181,7 +154,7 @@ def _rehearsed(checks: Checks, i: int, name: str, seconds: float) -> Result | No
     return None
 
 
-def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None]) -> Report:
+def in_children(prepare: Callable[[], Checks], seconds: float, progress: Callable[[str], None]) -> Report:
     """Prepare and run every check in a forked child; when it ends or hangs in one, another goes on with the next.
 
     Args:
@@ -198,7 +171,7 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
 
     def work(answer: Callable[[Any], None]) -> None:
         try:
-            checks = prepare(started=lambda report: answer({"started": dataclasses.asdict(report)}))
+            checks = prepare()
         except Exception as error:
             said = isinstance(error, (ValueError, Wrong))
             if not said:
@@ -220,13 +193,11 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
     while report is None or len(report.results) < len(planned):
         if report and planned[len(report.results)][1] in ALONE:
             importlib.import_module("torch._dynamo")  # a call of a custom_op imports it: once here, not in every child
-        started, at, trying, since = None, None, "", time.perf_counter()
+        at, trying, since = None, "", time.perf_counter()
         try:
             for said in child.answers(work, seconds):
                 if "wrong" in said:
                     raise ValueError(said["wrong"])
-                if "started" in said:
-                    started = Report(**said["started"])
                 if "ready" in said and report is None:
                     report, listed = Report(**said["ready"]), said
                     planned = _ordered(report)
@@ -239,10 +210,7 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
                     at = None
         except child.Ended as error:
             if report is None:
-                if started is None:  # the operator has no part in this
-                    raise ValueError(f"the process that imports the operator ended: {error}") from None
-                report = _ended_early(started, error)
-                break
+                raise ValueError(f"the process that imports the operator and makes its inputs ended: {error}") from None
             if len(report.results) == len(planned):
                 break
             hung = isinstance(error, child.Hung)
@@ -261,7 +229,7 @@ def in_children(prepare: Prepare, seconds: float, progress: Callable[[str], None
 
 
 def _ordered(report: Report) -> list[tuple[int, str]]:
-    return sorted(report.planned(), key=lambda each: each[1] in ALONE)
+    return sorted(report.planned(), key=lambda planned: planned[1] in ALONE)
 
 
 def _where(report: Report, i: int, name: str) -> str:
@@ -284,11 +252,3 @@ def _ended(report: Report, i: int, name: str, error: child.Ended, trying: str) -
             "before it touches memory (TORCH_CHECK, torch._check)"
         )
     return Result(name, i, "fail", f"{report.operator}: {given}{what}: {error}", remedy)
-
-
-def _ended_early(report: Report, error: Exception) -> Report:
-    report.device, report.samples = report.device or "an unknown device", ["the inputs that were being made"]
-    why = f"{report.operator}: the process ended while it made the inputs: {error}"
-    report.results.append(Result("runs", 0, "fail", why, "give sample inputs, and find out what ends the process"))
-    report.about.setdefault("runs", "The operator accepts the sample.")
-    return report

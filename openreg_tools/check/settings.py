@@ -43,18 +43,18 @@ def preserved(device: str) -> Iterator[None]:
     kind = torch.device(device).type
     before = [(put, get, get()) for get, put in _settings({kind, "cpu"})]
     accelerator = torch.accelerator.current_accelerator()  # torch.manual_seed seeds it too
-    kinds = {kind, *(each.device for each in backends.registered()), accelerator.type if accelerator else kind}
+    kinds = {kind, *(backend.device for backend in backends.registered()), accelerator.type if accelerator else kind}
     disabled = logging.root.manager.disable
     try:
         logging.disable()  # compilers log every error that a check expects
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            for each in kinds - {"cpu", "meta"}:
-                module = getattr(torch, each, None)
+            for kind in kinds - {"cpu", "meta"}:
+                module = getattr(torch, kind, None)
                 numbers = hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
                 if numbers and not getattr(module, "_is_in_bad_fork", bool)():
-                    stack.enter_context(torch.random.fork_rng(range(module.device_count()), device_type=each))
+                    stack.enter_context(torch.random.fork_rng(range(module.device_count()), device_type=kind))
             yield
     finally:
         logging.disable(disabled)

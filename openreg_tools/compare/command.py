@@ -9,7 +9,7 @@ import os
 from openreg_tools.compare import compare
 from openreg_tools.core.device import add_device, load, to_stderr
 from openreg_tools.core.options import Wrong, count
-from openreg_tools.core.program import Rank, add_program, of_rank, program, run
+from openreg_tools.core.program import add_program, of_rank, program, rank, run
 from openreg_tools.core.report import add_output, write
 
 __all__ = ["add_arguments", "main"]
@@ -45,14 +45,14 @@ def main(arguments: argparse.Namespace) -> int:
             device=arguments.device, against=arguments.against, tolerances=dict(arguments.tolerance),
             factor=arguments.factor, name=os.path.basename(words[0]), progress=True,
         )  # fmt: skip
-        with to_stderr() if arguments.json == "-" else contextlib.nullcontext(), Rank() as known:
+        with to_stderr() if arguments.json == "-" else contextlib.nullcontext():
             status = run(words, context)
     except RuntimeError as error:
         raise Wrong(str(error).splitlines()[0]) from None
-    result, (rank, ranks) = context.result, known.last()
+    result, (number, ranks) = context.result, rank()
     if ranks > 1:
-        result.name += f" (rank {rank} of {ranks})"
+        result.name += f" (rank {number} of {ranks})"
     for name in ("json", "html"):
-        setattr(arguments, name, of_rank(getattr(arguments, name), rank, ranks))
+        setattr(arguments, name, of_rank(getattr(arguments, name), number, ranks))
     differs = write(result, arguments, top=arguments.top)
     return status or differs

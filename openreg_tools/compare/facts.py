@@ -63,7 +63,7 @@ def facts(func: OpOverload) -> Facts:
     """The facts of an operator."""
     schema = func._schema
     namespace, _, plain = schema.name.partition("::")
-    view = any(each.alias_info is not None and not is_written(each) for each in schema.returns)
+    view = any(result.alias_info is not None and not is_written(result) for result in schema.returns)
     written = tuple(map(is_written, schema.arguments))
     return Facts(
         func.name(),
@@ -72,7 +72,7 @@ def facts(func: OpOverload) -> Facts:
         plain in UNDEFINED or namespace in WITHOUT_RESULTS,
         torch.Tag.nondeterministic_seeded in func.tags,
         written,
-        tuple(each.name for each in schema.arguments),
+        tuple(argument.name for argument in schema.arguments),
         tuple(map(is_written, schema.returns)),
         namespace == "c10d",  # its operators do not declare their writes
         SCRATCH.get(plain, -1),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import threading
 from typing import Any
 
 import torch
@@ -17,27 +16,26 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from openreg_tools import backends
-from openreg_tools.compare.arguments import Arguments
+from openreg_tools.compare.differences import Difference, Differences
 from openreg_tools.compare.facts import Facts, facts, is_tie
-from openreg_tools.compare.generators import drawing, shares_numbers, state_of
-from openreg_tools.compare.result import Difference, Result
+from openreg_tools.compare.reference import Arguments, drawing, shares_numbers, state_of
 from openreg_tools.compare.tolerance import SUM, Tolerance, Tolerances
 from openreg_tools.core.blocks import first_line
 from openreg_tools.core.compare import Error, dense, equal, largest, measure
-from openreg_tools.core.device import LACKS, is_lacking
+from openreg_tools.core.device import synchronize
 from openreg_tools.core.move import tensors_of
 from openreg_tools.core.place import Place, Places, site, stack
 from openreg_tools.core.report import Progress
 from openreg_tools.core.samples import shown
 from openreg_tools.threads import InThreads, Turn
 
-__all__ = ["DEVICE_ERRORS", "Lockstep", "is_traced"]
+__all__ = ["Lockstep"]
 
 # Fused attention that only some devices have. Its formula gives the first result.
 ATTENTION = ("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_flash_attention",
              "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")  # fmt: skip
 
-DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+_DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 _ABSENT = object()  # in place of a result that the reference does not have
 
 
@@ -88,7 +86,9 @@ class Lockstep(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: str, reference: str, tolerances: Tolerances, result: Result, progress: bool) -> None:
+    def __init__(
+        self, device: str, reference: str, tolerances: Tolerances, result: Differences, progress: bool
+    ) -> None:
         super().__init__()
         self.type, self.reference = torch.device(device).type, torch.device(reference)
         self.tolerances, self.result = tolerances, result
@@ -97,13 +97,7 @@ class Lockstep(TorchDispatchMode):
         self.active = False  # a thread that the program started may outlive the context
         self.draws = shares_numbers(self.type, self.reference.type)
         self._threads = InThreads(self)
-        current = torch.accelerator.current_accelerator()
-        of_torch = current is not None and current.type == self.type
-        self._module = torch.accelerator if of_torch else getattr(torch, self.type, None)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # compiled graphs are compared at their boundaries: see graphs.py
+        self._queues = self.type not in ("cpu", "meta")  # and says when its work is done
 
     def quiet(self) -> Quiet:
         """A context for what `compare` does itself: modes, autograd and injected faults do not see it."""
@@ -119,8 +113,8 @@ class Lockstep(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.active or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        if any(each.__torch_dispatch__ is not Tensor.__torch_dispatch__ for each in types):  # of a subclass
-            return func(*args, **kwargs) if is_traced(types) else NotImplemented  # its operators arrive separately
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):  # of a subclass
+            return func(*args, **kwargs) if _is_traced(types) else NotImplemented  # its operators arrive separately
         if not self._touches(args, kwargs):
             return func(*args, **kwargs)
         of, place = facts(func), self.places.now()  # of a view too, for its backward
@@ -148,7 +142,7 @@ class Lockstep(TorchDispatchMode):
             self.synchronize()  # an error of what was launched before does not belong to this operator
             try:
                 step.arguments = Arguments(step.of, step.args, step.kwargs, self.reference, self.type)
-            except DEVICE_ERRORS:
+            except _DEVICE_ERRORS:
                 raise
             except (NotImplementedError, RuntimeError) as error:
                 self._skip(step.of, f"its arguments cannot be copied: {first_line(error)}")
@@ -180,14 +174,8 @@ class Lockstep(TorchDispatchMode):
 
     def synchronize(self) -> None:
         """Wait for the device, and raise the errors of its queued work."""
-        if self.type in ("cpu", "meta") or self._module is None:
-            return
-        try:
-            self._module.synchronize()
-        except LACKS as error:
-            if not is_lacking(error):
-                raise
-            self._module = None
+        if self._queues and not synchronize(self.type):
+            self._queues = False
             self.result.note(
                 f"{self.type} has no synchronize(): an error in its queued work may be blamed on a later operator."
             )
@@ -196,7 +184,9 @@ class Lockstep(TorchDispatchMode):
 
     def _raises_too(self, step: Step, error: Exception) -> bool:
         """Returns true if the reference raises as well, because the call itself is wrong."""
-        if step.arguments is None or isinstance(error, DEVICE_ERRORS) or "c10d" in step.of.name:  # ranks do not join in
+        if (
+            step.arguments is None or isinstance(error, _DEVICE_ERRORS) or "c10d" in step.of.name
+        ):  # ranks do not join in
             return False
         try:
             self._on_reference(step)
@@ -243,9 +233,6 @@ class Lockstep(TorchDispatchMode):
                 self._tensors(step, what, got, want, drawn)
             elif isinstance(got, (bool, int, float, complex)) and got != want and not (got != got and want != want):
                 self._judge(step, what, *self._of_number(step, what, got, want))
-        one_thread = threading.active_count() == 1  # another thread may write beside the view
-        if one_thread and (name := step.arguments.written_beside()):
-            self._differs(step, name, f"is a view, and memory beside it changed, which it did not on {self.reference}")
 
     def _unlike(self, step: Step, what: str, got: Any, want: Any) -> str:
         """How a result differs in its form: it is missing, or has another shape or dtype; "" if it does not."""
@@ -261,7 +248,7 @@ class Lockstep(TorchDispatchMode):
     def _tensors(self, step: Step, what: str, tensor: Tensor, want: Tensor, drawn: bool) -> None:
         try:
             got, want = dense(tensor.detach().to(self.reference)), dense(want)
-        except DEVICE_ERRORS:
+        except _DEVICE_ERRORS:
             raise
         except (NotImplementedError, RuntimeError) as error:  # a subclass without memory of its own
             self._skip(step.of, f"its results cannot be copied: {first_line(error)}")
@@ -274,7 +261,7 @@ class Lockstep(TorchDispatchMode):
                 self._judge(step, what, error, tolerance, shown(got))
 
     def _judge(self, step: Step, what: str, error: Error, tolerance: Tolerance, result: str = "") -> None:
-        self.result.measured(step.of.name, step.index, error, tolerance)
+        self.result.row(step.of.name).add(error, tolerance)
         if error.ulps > tolerance.ulps:
             self._differs(step, what, "", error, tolerance, result)
 
@@ -292,10 +279,10 @@ class Lockstep(TorchDispatchMode):
     def _of_number(self, step: Step, what: str, got: Any, want: Any) -> tuple[Error, Tolerance]:
         """The error of a Python number, in ulps of the narrowest dtype among the tensors that it comes from."""
         kinds = [t.dtype for t in (*tensors_of(step.arguments.args), *tensors_of(step.arguments.kwargs))]
-        eps = [torch.finfo(each).eps for each in kinds if each.is_floating_point or each.is_complex]
+        eps = [torch.finfo(dtype).eps for dtype in kinds if dtype.is_floating_point or dtype.is_complex]
         if isinstance(got, (float, complex)) and isinstance(want, (float, complex)):
             wide = torch.complex128 if complex in (type(got), type(want)) else torch.float64
-            error, tolerance = self._measure(step, what, *(torch.tensor(each, dtype=wide) for each in (got, want)))
+            error, tolerance = self._measure(step, what, *(torch.tensor(number, dtype=wide) for number in (got, want)))
             if error is not None:
                 ulps = error.ulps * 2**-52 / max(eps, default=2**-52)
                 return dataclasses.replace(error, ulps=ulps, count=int(ulps > tolerance.ulps)), tolerance
@@ -309,7 +296,7 @@ class Lockstep(TorchDispatchMode):
                 floats = value.is_floating_point() or value.is_complex()
                 return torch.where(value.isfinite(), value.abs(), 0).to(value.dtype) if floats else value.clone()
             if isinstance(value, (list, tuple)):
-                return [positive(each) for each in value]
+                return [positive(item) for item in value]
             return abs(value) if isinstance(value, float) else value
 
         if step.of.collective or step.of.base not in SUM:
@@ -367,12 +354,12 @@ class Lockstep(TorchDispatchMode):
         self.progress.end()
 
 
-def is_traced(types: Any) -> bool:
+def _is_traced(types: Any) -> bool:
     """Returns true if some of the tensors stand for others while a program is traced."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    return any(issubclass(each, (FakeTensor, FunctionalTensor)) for each in types)
+    return any(issubclass(kind, (FakeTensor, FunctionalTensor)) for kind in types)
 
 
 def _pairs(step: Step, out: Any, expected: Any) -> list[tuple[str, Any, Any]]:
@@ -408,13 +395,13 @@ def _attention(step: Step) -> tuple[Tensor, ...]:
 
 def _wait(out: Any) -> None:
     """Wait for a collective, whose result is the Work, possibly with tensors."""
-    for each in out if isinstance(out, (tuple, list)) else (out,):
-        if isinstance(each, torch.ScriptObject) and hasattr(each, "wait"):
-            each.wait()
+    for result in out if isinstance(out, (tuple, list)) else (out,):
+        if isinstance(result, torch.ScriptObject) and hasattr(result, "wait"):
+            result.wait()
 
 
 def _wait_for_tensors(of: Facts, out: Any) -> None:
     """Wait for a functional collective, whose results are tensors."""
     if of.name.startswith("_c10d_functional::") and "wait" not in of.name:
-        for each in tensors_of((out,)):
-            torch.ops._c10d_functional.wait_tensor(each)
+        for tensor in tensors_of((out,)):
+            torch.ops._c10d_functional.wait_tensor(tensor)

@@ -24,8 +24,7 @@ from typing import Any, TextIO
 import torch
 
 from openreg_tools import backends
-from openreg_tools.conformance import cuda_dtypes, generate, schemas, sweep, training
-from openreg_tools.conformance.generated_calls import Calls
+from openreg_tools.conformance import cuda_dtypes, generate, generated_calls, schemas, sweep, training
 from openreg_tools.conformance.outcomes import Tally
 from openreg_tools.conformance.report import Case, Record, Results
 from openreg_tools.conformance.worker import Worker, on_workers
@@ -35,7 +34,7 @@ from openreg_tools.core.options import Wrong
 from openreg_tools.core.report import Progress, add_output, write
 
 SUITES = ("operators", "modules", "optimizers", "schemas")
-CHECKS = tuple(dict.fromkeys((*sweep.CHECKS, *cuda_dtypes.CHECKS, *training.CHECKS, *schemas.CHECKS)))
+CHECKS = tuple(dict.fromkeys((*sweep.CHECKS, *cuda_dtypes.CHECKS, *training.CHECKS, *generated_calls.CHECKS)))
 
 
 def dtypes_of(suites: Iterable[str] = SUITES, device: str | None = None) -> dict[str, list[str]]:
@@ -60,13 +59,13 @@ def check(
 ) -> Tally:
     """Check one case."""
     if "::" in name:
-        return schemas.check(name, device, samples, checks, at)
+        return generated_calls.check(name, device, samples, checks, at)
     if name.startswith("nn.") and not name.startswith("nn.functional."):
         return training.check_module(training.modules()[name], getattr(torch, dtype), device, checks, at)
     if name.startswith("optim."):
         return training.check_optimizer(training.optimizers()[name], getattr(torch, dtype), device, checks, at)
     op, type_ = opinfo.database()[name], getattr(torch, dtype)
-    tally = sweep.check(op, type_, device, samples, tuple(each for each in checks if each in sweep.CHECKS), at)
+    tally = sweep.check(op, type_, device, samples, tuple(check for check in checks if check in sweep.CHECKS), at)
     tally.add(cuda_dtypes.check(op, type_, device, samples, checks, at))
     return tally
 
@@ -76,7 +75,7 @@ def check(
 
 def serve(device: str) -> None:
     """Serve the requests of `Worker.ask` until the parent ends."""
-    calls: dict[str, Calls] = {}
+    calls: dict[str, generated_calls.Calls] = {}
 
     def work(request: Record, answer: Callable[[Any], None]) -> None:
         match request:
@@ -99,7 +98,7 @@ def serve(device: str) -> None:
                 })  # fmt: skip
             case _:
                 key = json.dumps(request["given"])
-                calls[key] = calls.get(key) or Calls(device, request["given"], answer)
+                calls[key] = calls.get(key) or generated_calls.Calls(device, request["given"], answer)
                 answer(calls[key].answer_to(request))
 
     child.parent().serve(work)
@@ -251,7 +250,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     pattern, dtypes = re.compile(arguments.ops), dtypes_of(arguments.suites, arguments.device)
-    cases = [(name, d) for name, each in dtypes.items() if pattern.search(name) for d in each if d in arguments.dtypes]
+    cases = [(name, d) for name, of in dtypes.items() if pattern.search(name) for d in of if d in arguments.dtypes]
     if not cases:
         raise Wrong(f"nothing matches --ops {arguments.ops!r} with dtypes {', '.join(arguments.dtypes)}")
     path = arguments.out or Path("out") / f"conformance-{arguments.device.replace(':', '')}.jsonl"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import random
 import sys
@@ -22,6 +21,7 @@ from openreg_tools import dispatch
 from openreg_tools.conformance import schemas
 from openreg_tools.core import from_schema, opinfo, variations
 from openreg_tools.core.move import Move, is_written
+from openreg_tools.core.options import named
 from openreg_tools.core.samples import Sample, dtype_name, parse, sample_of
 from openreg_tools.core.variations import is_strided
 
@@ -148,9 +148,7 @@ def given_samples(given: dict[str, Any]) -> list[Sample]:
     """Samples as `check` accepts them: from a function, or as text."""
     samples = [parse(text) for text in given.get("inputs", ())]
     if given.get("samples"):
-        module, _, path = given["samples"].partition(":")
-        function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-        samples = [sample_of(each) for each in function("cpu", torch.float32)]
+        samples = [sample_of(sample) for sample in named(given["samples"])("cpu", torch.float32)]
     to_cpu = Move("cpu", source=None)
     return [Sample(*to_cpu(sample.args), **to_cpu(sample.kwargs)) for sample in samples]
 

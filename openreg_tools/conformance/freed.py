@@ -32,9 +32,9 @@ def members(x: torch.Tensor) -> list[torch.Tensor]:
 
 def free(x: torch.Tensor) -> bool:
     """Resize the storage of a tensor to 0 bytes; False if it has none."""
-    freed = [each for each in members(x) if each.numel() and each.untyped_storage().nbytes()]
-    for each in freed:
-        each.untyped_storage().resize_(0)
+    freed = [member for member in members(x) if member.numel() and member.untyped_storage().nbytes()]
+    for member in freed:
+        member.untyped_storage().resize_(0)
     return bool(freed)
 
 

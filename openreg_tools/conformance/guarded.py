@@ -98,7 +98,7 @@ def stays_within(call: Callable[[Move], Any], resizes: bool = False) -> bool:
             _fill_new_memory(0)
         if not move.is_whole():
             return False
-    if any(each != found[0] for each in found):
+    if any(result != found[0] for result in found):
         return False
     return resizes or not isinstance(found[0], str)
 

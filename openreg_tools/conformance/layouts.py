@@ -70,9 +70,8 @@ class Guarded:
         before = (torch.arange(owned.numel()) % 251).to(torch.uint8)
         memory = before.clone().to(device)
         view = memory.view(tensor.dtype).as_strided(tensor.shape, strides, guard).detach()
-        (view if layout != "expanded" else view.select(strides.index(0), 0)).copy_(
-            tensor if layout != "expanded" else tensor.select(strides.index(0), 0)
-        )
+        whole = [x if layout != "expanded" else x.select(strides.index(0), 0) for x in (view, tensor)]
+        whole[0].copy_(whole[1])
         return cls(view, memory, before, owned.flatten())
 
     def overrun(self) -> str | None:
@@ -108,60 +107,46 @@ class Call:
     def compare(self, comparison: Comparison) -> None:
         """Compare the device in every layout with the CPU in contiguous memory."""
         expected = [t.detach().clone(memory_format=torch.contiguous_format) for t in self.templates]
-        addresses = [each.data_ptr() for each in expected]
+        before = [(x.data_ptr(), x.shape) for x in expected]
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             error = self.on("cpu", expected).error
         # The call does not write to this memory in any layout: it refuses it, or replaces or resizes it for a while.
-        if error or any(e.shape != t.shape for e, t in zip(expected, self.templates, strict=True)):
-            return
-        if addresses != [each.data_ptr() for each in expected]:
-            return
-        if any("was resized since it had shape" in str(each.message) for each in said):
+        resized = any("was resized since it had shape" in str(warning.message) for warning in said)
+        if error or resized or before != [(x.data_ptr(), x.shape) for x in expected]:
             return
         for layout in LAYOUTS:
             if self.draws and layout != "expanded":
-                made = self.guarded(layout, "cpu")
-                self.on("cpu", expected := [each.view if isinstance(each, Guarded) else each for each in made])
+                self.on("cpu", expected := self.memory(layout, "cpu")[1])
             self.compare_layout(comparison, layout, expected)
 
     def compare_layout(self, comparison: Comparison, layout: str, expected: list[torch.Tensor]) -> None:
-        device = str(comparison.device)
-        made = self.guarded(layout, device)
-        if not any(isinstance(each, Guarded) for each in made):
+        guards, views = self.memory(layout, str(comparison.device))
+        if not any(guards):
             return
         comparison.tally.ran[comparison.check] += 1
-        where = f"{self.name}, {layout}: "
-        views = [each.view if isinstance(each, Guarded) else each for each in made]
-        outcome = self.on(device, views)
-        for each in made:
-            if isinstance(each, Guarded) and (overrun := each.overrun()):
-                return comparison.fail("guard", where + overrun)
-        if outcome.error is not None:
-            if layout != "expanded" or not OVERLAP.search(str(outcome.error)):
-                comparison.returned(self.by_the_cpu(layout), outcome, where=where)
+        comparison.where = f"{self.name}, {layout}: "
+        outcome = self.on(str(comparison.device), views)
+        for overrun in filter(None, (guard.overrun() for guard in guards if guard)):
+            return comparison.fail("guard", overrun)
+        if layout == "expanded" or outcome.error is not None:
+            # The elements of an expanded result share memory, so only the refusal can be compared.
+            if layout != "expanded" or outcome.error is None or not OVERLAP.search(str(outcome.error)):
+                comparison.returned(self.on("cpu", self.memory(layout, "cpu")[1]), outcome)
             return
-        if layout == "expanded":
-            # The elements share memory, so only the refusal can be compared.
-            comparison.returned(self.by_the_cpu(layout), outcome, where=where)
-            return
-        for view, each, wanted in zip(views, made, expected, strict=True):
+        for view, guard, wanted in zip(views, guards, expected, strict=True):
             if view.shape != wanted.shape:
-                comparison.fail("shape", f"{where}expected {list(wanted.shape)}, but got {list(view.shape)}")
-            elif isinstance(each, Guarded) and each.address != view.data_ptr():
-                comparison.fail("layout", f"{where}expected the result in the memory that was passed")
+                comparison.fail("shape", f"expected {list(wanted.shape)}, but got {list(view.shape)}")
+            elif guard and guard.address != view.data_ptr():
+                comparison.fail("layout", "expected the result in the memory that was passed")
             elif comparison.values:
-                before = len(comparison.tally.failures)
                 comparison.close(wanted, view.cpu(), "value")
-                for failure in comparison.tally.failures[before:]:
-                    failure.message = where + failure.message
 
-    def guarded(self, layout: str, device: str) -> list[Guarded | torch.Tensor]:
-        return [Guarded.like(t, layout, device) or t.detach().clone().to(device) for t in self.templates]
-
-    def by_the_cpu(self, layout: str) -> Outcome:
-        made = self.guarded(layout, "cpu")
-        return self.on("cpu", [each.view if isinstance(each, Guarded) else each for each in made])
+    def memory(self, layout: str, device: str) -> tuple[list[Guarded | None], list[torch.Tensor]]:
+        """The memory of the results in a layout, with guards where it can have them; and the results in it."""
+        guards = [Guarded.like(t, layout, device) for t in self.templates]
+        plain = (t.detach().clone().to(device) for t in self.templates)
+        return guards, [guard.view if guard else x for guard, x in zip(guards, plain, strict=True)]
 
 
 # ---- forms of an ATen operator ----
@@ -247,8 +232,8 @@ def _calls(func: Any, out: Any, inplace: Any, args: tuple, kwargs: dict, value: 
             rest = iter(results)
             values = [value] if len(wants) == 1 else list(value)
             outs = {
-                a.name: [next(rest) for _ in each] if is_list else next(rest)
-                for a, is_list, each in zip(wants, lists, values, strict=True)
+                a.name: [next(rest) for _ in wanted] if is_list else next(rest)
+                for a, is_list, wanted in zip(wants, lists, values, strict=True)
             }
             return out(*move(args), **move(kwargs), **outs)
 

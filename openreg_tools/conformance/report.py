@@ -13,6 +13,7 @@ from openreg_tools.core import opinfo
 from openreg_tools.core.blocks import Block, Cell, Lines, Section, Table, Text, cut
 from openreg_tools.core.page import facts, legend
 from openreg_tools.core.report import Report
+from openreg_tools.core.samples import DTYPES, dtype_name
 
 Record = dict[str, Any]  # one line of the results file: operator, dtype, ran, failures, notes, seconds
 Case = tuple[str, str]  # operator, dtype
@@ -25,10 +26,8 @@ VERDICTS = {
     "fixed": "listed as a known failure, but passes",
 }
 MARKS = {"pass": ".", "known": "k", "fail": "F", "fixed": "x"}
-SHORT = {
-    "float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "complex64": "c64", "int64": "i64",
-    "int32": "i32", "uint8": "u8", "bool": "b8",
-}  # fmt: skip
+_NAMES = {dtype_name(dtype): short for short, dtype in DTYPES.items()}
+SHORT = {name: _NAMES[name] for name in opinfo.DTYPES}
 
 
 def _kind(name: str) -> str:

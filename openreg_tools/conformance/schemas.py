@@ -1,9 +1,7 @@
-"""Checks of every operator that a device lists, with arguments made from its schema and with garbage.
+"""The operators that a device lists, and calls of them that the CPU accepts or refuses, made from their schemas.
 
-`check(op, device)` makes three. ``generated`` calls the operator with arguments that the CPU accepts, and
-compares the results. ``garbage`` damages such arguments: the call must return or raise, without ending
-the process or failing an internal assertion, and the device must accept what the CPU accepts. ``freed`` takes the memory
-of one tensor at a time: see `freed`.
+`generated_calls` makes these calls on the device. The tables say which operators need other arguments, which are not
+called, and which are not compared.
 """
 
 from __future__ import annotations
@@ -11,26 +9,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from openreg_tools import backends, dispatch, operators
-from openreg_tools.conformance import freed, layouts, outcomes
-from openreg_tools.conformance.attempts import Attempt, attempts
+from openreg_tools.conformance import layouts, outcomes
 from openreg_tools.conformance.guarded import stays_within
-from openreg_tools.conformance.outcomes import Comparison, Tally
 from openreg_tools.core import child, from_schema, opinfo
-from openreg_tools.core.blocks import first_line
+from openreg_tools.core import device as devices
+from openreg_tools.core.attempts import Attempt, attempts
 from openreg_tools.core.known_arguments import SAMPLES
 from openreg_tools.core.move import Move, is_written
 from openreg_tools.core.samples import Sample, sample_of
 
-CHECKS = ("generated", "garbage", freed.CHECK)
 ATTEMPTS = 240
+BYTES = 1 << 30  # of memory for one call: a huge size is an error, instead of minutes of work
 
 # Operators that PyTorch's own code calls with arguments that no schema describes, and the OpInfo that calls each.
 REACHED_BY: dict[str, str] = {
@@ -196,22 +192,24 @@ def is_uninitialized(name: str) -> bool:
     return base in outcomes.UNINITIALIZED or base in UNINITIALIZED or base.startswith(("empty", "new_empty"))
 
 
-def run(name: str, call: Sample, device: str) -> tuple[Any, list[Any]]:
-    """What a call returns on the device, and the arguments that it writes to."""
-    return called(name, call, Move(device))
-
-
 def outcome_of(name: str, call: Sample, move: Move) -> outcomes.Outcome:
-    """What a call returned, and wrote to, or raised."""
-    outcome = outcomes.run(lambda _: called(name, call, move), str(move.device))
-    outcome.mover = move
-    return outcome
+    """What a call returned, and wrote to, or raised. Deferred errors are raised here, and huge sizes are errors."""
+
+    def made(_: Move) -> Any:
+        with child.at_most(BYTES):
+            found = called(name, call, move)
+            if move.device.type not in ("cpu", "meta"):
+                devices.synchronize(move.device)
+        return found
+
+    return outcomes.run(made, move)
 
 
 def called(name: str, call: Sample, move: Move) -> tuple[Any, list[Any]]:
+    """What a call returns, and the arguments that it writes to."""
     on_host, cpu = HOST_ARGUMENTS.get(name.partition(".")[0]), Move("cpu")
     names = [argument.name for argument in dispatch.schema(name).arguments]
-    args = [(cpu if each == on_host else move)(value) for each, value in zip(names, call.args, strict=False)]
+    args = [(cpu if key == on_host else move)(value) for key, value in zip(names, call.args, strict=False)]
     kwargs = {key: (cpu if key == on_host else move)(value) for key, value in call.kwargs.items()}
     out = from_schema.overload(name)(*args, **kwargs)
     written = [
@@ -231,11 +229,8 @@ def accepted(name: str, most: int) -> list[Sample]:
         torch.manual_seed(opinfo.SEED)
         return [SAMPLES[name]() for _ in range(most)]
     if is_of_package(name):
-        return (
-            _derived(name, most)
-            if any(each.is_out for each in dispatch.schema(name).arguments)
-            else _samples(name)[:most]
-        )
+        is_out = any(argument.is_out for argument in dispatch.schema(name).arguments)
+        return _derived(name, most) if is_out else _samples(name)[:most]
     return _tried(name, most, "returned") or _derived(name, most)
 
 
@@ -248,7 +243,7 @@ def refused(name: str, most: int) -> list[Sample]:
 def _survey(name: str, most: int) -> list[tuple[int, Attempt]]:
     def attempt(k: int) -> None:
         call = from_schema.call(name, k)
-        run(name, call, "cpu")
+        called(name, call, Move("cpu"))
         with filled_memory():
             if not is_uninitialized(name) and not stays_within(functools.partial(called, name, call)):
                 raise _ReadsBeyondError
@@ -269,7 +264,7 @@ class _ReadsBeyondError(Exception):
 
 
 def _signature(name: str) -> tuple[tuple[str, str], ...]:
-    return tuple((each.name, str(each.real_type)) for each in dispatch.schema(name).arguments if not each.is_out)
+    return tuple((a.name, str(a.real_type)) for a in dispatch.schema(name).arguments if not a.is_out)
 
 
 def _writes(name: str) -> bool:
@@ -279,15 +274,13 @@ def _writes(name: str) -> bool:
 @functools.cache
 def without_out(name: str) -> str | None:
     """The functional form of an out= or in-place operator. It may take `OPTIONS` in addition."""
-    base, outs = name.partition(".")[0], any(each.is_out for each in dispatch.schema(name).arguments)
-    for each in dispatch.overloads(base if outs else base.removesuffix("_")):
-        if each == name:
+    base, outs = name.partition(".")[0], any(argument.is_out for argument in dispatch.schema(name).arguments)
+    for other in dispatch.overloads(base if outs else base.removesuffix("_")):
+        if any(argument.is_out for argument in dispatch.schema(other).arguments) or (_writes(other) and not outs):
             continue
-        if any(argument.is_out for argument in dispatch.schema(each).arguments) or (_writes(each) and not outs):
-            continue
-        theirs = _signature(each)
-        if _signature(name) in (theirs, tuple(pair for pair in theirs if pair[0] not in OPTIONS)):
-            return each
+        theirs = _signature(other)
+        if other != name and _signature(name) in (theirs, tuple(pair for pair in theirs if pair[0] not in OPTIONS)):
+            return other
     return None
 
 
@@ -306,30 +299,22 @@ def _derived(name: str, most: int) -> list[Sample]:
         return []
     calls = []
     for call in accepted(like, most):
-        for shaped in (False, True):
-            made = _with_outs(name, like, call, shaped)
-            if made and not (
-                is_on_cpu(name) and outcomes.run(lambda _, made=made: run(name, made, "cpu"), "cpu").error
-            ):
-                calls.append(made)
-                break
+        made = filter(None, (_with_outs(name, like, call, shaped) for shaped in (False, True)))
+        calls += [x for x in made if not is_on_cpu(name) or not outcome_of(name, x, Move("cpu")).error][:1]
     return calls
 
 
 def _with_outs(name: str, like: str, call: Sample, shaped: bool) -> Sample | None:
     """A call of `like` with out= tensors, either of the shapes that it returns or empty."""
-    outs = [each for each in dispatch.schema(name).arguments if each.is_out]
-    results = (
-        outcomes.run(lambda _: run(like, call, "cpu" if is_on_cpu(like) else "meta")[0], "cpu").value if outs else ()
-    )
-    if results is None:  # also the meta device does not have it
-        results = tuple(torch.empty(0) for _ in outs)
+    outs = [argument.name for argument in dispatch.schema(name).arguments if argument.is_out]
+    value = outcome_of(like, call, Move("cpu" if is_on_cpu(like) else "meta")).value if outs else None
+    results = value[0] if value else tuple(torch.empty(0) for _ in outs)  # where the meta device does not have it
     if any(isinstance(x, torch.Tensor) and x.is_mkldnn for x in tree_leaves(results)):
         return None  # oneDNN's layout cannot be made empty
     results = results[: len(outs)] if isinstance(results, tuple) else (results,)
     made = tree_map(lambda x: _emptied(x, shaped), list(results))
     kwargs = {key: value for key, value in call.kwargs.items() if key in dict(_signature(name))}
-    return Sample(*call.args, **kwargs, **{each.name: out for each, out in zip(outs, made, strict=True)})
+    return Sample(*call.args, **kwargs, **dict(zip(outs, made, strict=True)))
 
 
 def _emptied(result: Any, shaped: bool) -> Any:
@@ -361,89 +346,6 @@ def _samples(name: str) -> list[Sample]:
     return calls
 
 
-def check(
-    name: str,
-    device: str,
-    samples: int,
-    checks: tuple[str, ...] = CHECKS,
-    at: Callable[[str], None] = lambda where: None,
-) -> Tally:
-    """Make generated calls of one operator, `samples` of them, and 16 damaged ones for each where the kernel is its own."""
-    tally = Tally()
-    if name in NOT_CALLED:
-        tally.notes["not called"] += 1
-        return tally
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        at("making arguments")
-        calls = accepted(name, samples)
-        if "generated" in checks:
-            for i, call in enumerate(calls):
-                at(f"generated, sample {i}")
-                if not is_on_cpu(name):
-                    _runs(tally, name, call, i, device)
-                    continue
-                if name in UNCOMPARED:
-                    with contextlib.suppress(RuntimeError):  # not a crash
-                        run(name, call, device)
-                    tally.ran["generated"] += 1
-                    continue
-                _compare(tally, name, call, i, device)
-        for i, call in enumerate(calls if freed.CHECK in checks else ()):
-            freed.compare(tally, i, f"sample {i}", functools.partial(called, name, call), lambda: Move(device), at)
-        if "generated" in checks and not calls:
-            _refused(tally, name, samples, device, at)
-        if "garbage" in checks and is_own(name, device):
-            _garbage(
-                tally, name, calls or [from_schema.call(name, k) for k in range(samples)], 16 * samples, device, at
-            )
-    return tally
-
-
-def _runs(tally: Tally, name: str, call: Sample, sample: int, device: str) -> None:
-    """Check an operator that only the device has: it must run, and an out= form must equal the functional form."""
-    comparison = Comparison(tally, "generated", sample, device, True)
-    there = outcomes.run(lambda _: run(name, call, device)[0], device)
-    outs = {each.name for each in dispatch.schema(name).arguments if each.is_out}
-    like = without_out(name) if outs else None
-    if there.error is None and like:
-        plain = Sample(*call.args, **{key: value for key, value in call.kwargs.items() if key not in outs})
-        comparison.outcomes(outcomes.run(lambda _: tree_map(_to_cpu, run(like, plain, device)[0]), device), there)
-        return
-    tally.ran["generated"] += 1
-    if there.error is not None:
-        comparison.fail("error", f"{first_line(there.error)} ({call!r})")
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
-def _compare(tally: Tally, name: str, call: Sample, sample: int, device: str) -> None:
-    with filled_memory():
-        cpu, there = outcome_of(name, call, Move("cpu")), outcome_of(name, call, Move(device))
-    comparison = Comparison(tally, "generated", sample, device, values=not is_uninitialized(name))
-    before = len(tally.failures)
-    comparison.outcomes(cpu, there)
-    for failure in tally.failures[before:]:
-        failure.message = f"{failure.message} ({call!r})"
-
-
-def _refused(tally: Tally, name: str, samples: int, device: str, at: Callable[[str], None]) -> None:
-    """Check that the device refuses the calls that the CPU refuses, if it uses the CPU's kernel."""
-    tally.notes["only refused calls"] += 1
-    for i, call in enumerate(refused(name, samples)):
-        at(f"generated, refused sample {i}")
-        tally.ran["generated"] += 1
-        try:
-            with child.at_most(4 << 30):
-                run(name, call, device)
-        except Exception:
-            continue
-        if not is_own(name, device):
-            tally.fail("generated", "no error", i, f"the CPU refuses ({call!r})")
-
-
 @contextlib.contextmanager
 def filled_memory() -> Iterator[None]:
     """Fills new memory, because a call that the CPU accepts may leave part of its result unwritten."""
@@ -453,38 +355,3 @@ def filled_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def _garbage(tally: Tally, name: str, calls: list[Sample], count: int, device: str, at: Callable[[str], None]) -> None:
-    made = [from_schema.garbage(name, calls[k % len(calls)], k) for k in range(count)]
-    at("making garbage")
-    compared = is_on_cpu(name) and name not in {**DIFFERENT, **backends.of_operator(name).differs()}
-    on_cpu: dict[int, Attempt] = {}
-    if compared:
-        on_cpu = dict(attempts(count, lambda k: run(name, made[k], "cpu")))
-    for k, call in enumerate(made):
-        cpu, alone = on_cpu.get(k), from_schema.is_alone(call)
-        if cpu is not None and cpu.kind in ("crashed", "hung") and (alone or not is_of_package(name)):
-            tally.notes["the CPU crashes"] += 1
-            continue
-        at(f"garbage, sample {k}")
-        tally.ran["garbage"] += 1
-
-        def fail(kind: str, message: str, k: int = k, call: Sample = call) -> None:
-            tally.fail("garbage", kind, k, f"{message} ({call!r})")
-
-        if cpu is not None and cpu.kind in ("crashed", "hung"):
-            fail("crash", f"on the CPU: {cpu.message}")
-            continue
-        try:
-            with child.at_most(4 << 30):
-                run(name, call, device)
-            error = None
-        except Exception as raised:
-            error = first_line(raised)
-        if error and "INTERNAL ASSERT" in error and not (cpu and "INTERNAL ASSERT" in cpu.message):
-            fail("internal", error)
-        elif cpu is not None and cpu.kind == "raised" and not error and LACKS_DTYPE.search(cpu.message):
-            tally.notes["a dtype that the CPU lacks"] += 1
-        elif cpu is not None and not alone and bool(error) != (cpu.kind == "raised"):
-            fail("error" if error else "no error", error or f"the CPU raised {cpu.message}")

@@ -7,6 +7,7 @@ choice between algorithms, an autograd kernel) receives tensors without memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +33,7 @@ class Arguments:
         sample = one.sample
         self.leaves, self.spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
         self.stay = one.op.name in HOST_ARGUMENTS  # all arguments but the first
-        self.places = [i for i, leaf in enumerate(self.leaves) if _is_strided(leaf) and not (self.stay and i)]
+        self.places = [i for i, leaf in enumerate(self.leaves) if is_strided(leaf) and not (self.stay and i)]
         self.tensors: list[Tensor] = [self.leaves[i] for i in self.places]
         self.differentiable = tuple(i for i, x in enumerate(self.tensors) if x.requires_grad)  # among the tensors
 
@@ -50,7 +51,7 @@ class Arguments:
         return call
 
 
-def _is_strided(leaf: Any) -> bool:
+def is_strided(leaf: Any) -> bool:
     """Also of a tensor that a transform wraps, which has no memory."""
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not (leaf.is_nested or leaf.is_quantized)
 
@@ -100,32 +101,33 @@ class _Vmap:
         return torch.vmap(function, self.dims, randomness="same")(*tensors)
 
 
+def _mapped(one: OneSample, check: str, dims: tuple[int | None, ...], function_of: Callable[[Move], Callable]) -> None:
+    """Compare torch.vmap of a function of the sample's tensors; also its gradient, if all are batched first."""
+    arguments, over = Arguments(one), _Vmap(dims)
+    batched = batch(arguments.tensors, dims)
+
+    def call(move: Move) -> Any:
+        tensors = [move(x) for x in batched]
+        return over(function_of(move), tensors), tensors[0]
+
+    if check == "vmap" and arguments.differentiable and dims == (0,) * len(dims):
+        one.differentiate(call, check)
+    else:
+        one.comparison(check).outcomes(*one.both(call))
+
+
 def vmap(one: OneSample) -> None:
     """torch.vmap with each in_dims, of the operator, its in-place form, and the operator's gradient."""
     arguments = Arguments(one)
     if not arguments.places:
         return
     for dims in in_dims(arguments.tensors):
-        batched = batch(arguments.tensors, dims)
-
-        def call(move: Move, over: _Vmap = _Vmap(dims), batched: list = batched) -> Any:  # noqa: B008
-            return over(arguments.function(one.op, move), [move(x) for x in batched])
-
-        if arguments.differentiable and dims == (0,) * len(dims):
-            one.differentiate(call, "vmap")
-        else:
-            one.comparison("vmap").outcomes(*one.both(call))
+        _mapped(one, "vmap", dims, functools.partial(arguments.function, one.op))
     inplace = one.op.get_inplace()
-    if inplace is None or one.sample.broadcasts_input or not _is_strided(one.sample.input):
+    if inplace is None or one.sample.broadcasts_input or not is_strided(one.sample.input):
         return
     for dims in {(0,) * len(arguments.places), (None, *(0,) * (len(arguments.places) - 1))} - {(None,)}:
-        batched = batch(arguments.tensors, dims)
-
-        def change(move: Move, over: _Vmap = _Vmap(dims), batched: list = batched) -> Any:  # noqa: B008
-            tensors = [move(x) for x in batched]
-            return over(arguments.function(inplace, move), tensors), tensors[0]
-
-        one.comparison("vmap").outcomes(*one.both(change))
+        _mapped(one, "vmap", dims, functools.partial(arguments.function, inplace))
 
 
 # ---- derivatives ----
@@ -138,7 +140,7 @@ def _weights(out: Tensor) -> Tensor:
 
 
 def _differentiable(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if _is_strided(x) and (x.is_floating_point() or x.is_complex())]
+    return [x for x in tree_leaves(value) if is_strided(x) and (x.is_floating_point() or x.is_complex())]
 
 
 def _real(out: Tensor) -> Tensor:
@@ -177,9 +179,9 @@ def _derivative(one: OneSample, check: str, transform: Callable[[Callable, tuple
         one.comparison(check).outcomes(*one.both(call))
 
 
-def grad(one: OneSample) -> None:
+def grad(one: OneSample, check: str = "grad") -> None:
     """torch.func.grad."""
-    _derivative(one, "grad", lambda f, primals: torch.func.grad(loss(f), tuple(range(len(primals))))(*primals))
+    _derivative(one, check, lambda f, primals: torch.func.grad(loss(f), tuple(range(len(primals))))(*primals))
 
 
 def jvp(one: OneSample) -> None:
@@ -205,14 +207,10 @@ def vmap_grad(one: OneSample) -> None:
     if not arguments.differentiable:
         return
     count = len(arguments.places)
-    ways = {(0,) * count: 0, (0, *(None,) * (count - 1)): 0, (None, *(0,) * (count - 1)): 0}
-    for dims in ways:
-        if dims == (None,):
-            continue
-        batched = batch(arguments.tensors, dims)
+    for dims in dict.fromkeys([(0,) * count, (0, *(None,) * (count - 1)), (None, *(0,) * (count - 1))]):
+        if dims != (None,):
+            _mapped(one, "vmap_grad", dims, lambda move: _gradient(arguments, one, move))
 
-        def call(move: Move, over: _Vmap = _Vmap(dims), batched: list = batched) -> Any:  # noqa: B008
-            gradient = torch.func.grad(loss(arguments.function(one.op, move)), arguments.differentiable)
-            return over(gradient, [move(x) for x in batched])
 
-        one.comparison("vmap_grad").outcomes(*one.both(call))
+def _gradient(arguments: Arguments, one: OneSample, move: Move) -> Callable:
+    return torch.func.grad(loss(arguments.function(one.op, move)), arguments.differentiable)

@@ -71,8 +71,8 @@ class Worker:
         return {**last, "ended": kind, "message": message}
 
 
-def on_workers(todo: Iterable[Any], workers: Iterable[Worker], each: Callable[[Worker, Any], None]) -> None:
-    """Call ``each(worker, item)`` for every item, on a thread for each worker. Raises the first error.
+def on_workers(todo: Iterable[Any], workers: Iterable[Worker], work: Callable[[Worker, Any], None]) -> None:
+    """Call ``work(worker, item)`` for every item, on a thread for each worker. Raises the first error.
 
     After an error or an interrupt, no thread takes another item. An interrupt does not wait for items in progress.
     """
@@ -84,7 +84,7 @@ def on_workers(todo: Iterable[Any], workers: Iterable[Worker], each: Callable[[W
     def serve(worker: Worker) -> None:
         try:
             while not errors:
-                each(worker, items.get_nowait())
+                work(worker, items.get_nowait())
         except queue.Empty:
             pass
         except BaseException as error:

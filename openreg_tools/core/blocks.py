@@ -179,7 +179,7 @@ class Box:
 
 @dataclasses.dataclass
 class PageOnly:
-    """HTML that only a page shows, such as a plot."""
+    """HTML that only a page shows, such as a legend."""
 
     html: str
 

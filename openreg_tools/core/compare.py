@@ -19,6 +19,7 @@ from openreg_tools.core.samples import dtype_name
 
 __all__ = [
     "Error",
+    "apart",
     "dense",
     "differs",
     "equal",
@@ -28,7 +29,6 @@ __all__ = [
     "measure",
     "same_bits",
     "tolerance",
-    "ulp",
 ]
 
 
@@ -73,7 +73,7 @@ def measure(got: Tensor, expected: Tensor, ulps: float = 0.0, scale: Tensor | fl
         magnitude = torch.maximum(magnitude, scale.to(torch.float64).abs())
     elif scale is not None:
         magnitude = magnitude.clamp(min=scale)
-    errors = difference / ulp(torch.where(finite, magnitude, 1.0), dtype)
+    errors = difference / _ulp(torch.where(finite, magnitude, 1.0), dtype)
     errors = torch.where(same | finite, errors, math.inf)
     if values[0].is_complex():
         errors = errors.amax(-1)
@@ -82,11 +82,11 @@ def measure(got: Tensor, expected: Tensor, ulps: float = 0.0, scale: Tensor | fl
     norm = float(torch.where(finite, b, 0.0).norm())
     moved = float(torch.where(finite, difference, 0.0).norm())
     relative = math.inf if not bool((same | finite).all()) else moved / norm if norm else math.inf
-    numbers = (each.flatten()[worst].item() for each in values)
+    numbers = (x.flatten()[worst].item() for x in values)
     return Error(float(errors.flatten()[worst]), at, *numbers, relative, int((errors > ulps).sum()))
 
 
-def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+def _ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance between neighboring numbers of a dtype at this magnitude."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(magnitude.clamp(min=info.tiny))
@@ -154,6 +154,7 @@ _RELATIVE = {
     torch.bfloat16: 6e-2,
     torch.complex128: 2e-9,
     torch.complex64: 4e-5,
+    torch.complex32: 1.6e-2,
 }
 # These round to a neighbor in another order of additions; float4 cannot be converted, and is compared as bytes.
 _FLOAT8 = {
@@ -208,31 +209,42 @@ def differs(
             return f"{what} {i} is {dtype_name(a.dtype)} instead of {dtype_name(e.dtype)}"
         if a.is_meta or e.is_meta or not a.numel():
             continue
-        error, ulps = _difference(a, e, exact, coarse)
-        if error is not None and error.ulps > ulps:
-            got, was = (f"{x:.6g}" if isinstance(x, (float, complex)) else str(x) for x in (error.got, error.expected))
-            if got == was:
-                got, was = repr(error.got), repr(error.expected)
-            return (
-                f"{what} {i} differs in {error.count} of {a.numel()} elements: "
-                f"{got} instead of {was} at {list(error.at)}"
-            )
+        if wrong := apart(a, e, exact, coarse):
+            return f"{what} {i} {wrong}"
     return ""
 
 
-def _difference(a: Tensor, e: Tensor, exact: bool, coarse: float) -> tuple[Error | None, float]:
-    """The error of one result, and the ulps that it may have."""
+def apart(
+    a: Tensor, e: Tensor, exact: bool = False, coarse: float = 0.0, factor: float = 1.0, scale: float = 1.0
+) -> str:
+    """How two results of one shape differ, as "differs in 2 of 3 elements: …"; "" if they are near enough.
+
+    Args:
+        exact: whether numbers must be equal. Otherwise they may differ by the `tolerance` of their dtypes, relative to the
+            largest of `e` or `scale`.
+        coarse: a larger relative tolerance.
+        factor: multiplies the tolerance.
+    """
     a, e = (dense(x.detach()).cpu() for x in (a, e))
-    near, scale = 0.0 if exact else max(tolerance(a, e), coarse), None
+    near, count = 0.0 if exact else max(tolerance(a, e), coarse), a.numel()
     if is_small(a) or is_small(e):
-        eps = _FLOAT8.get(a.dtype, _FLOAT8.get(e.dtype))
+        eps, scale = _FLOAT8.get(a.dtype, _FLOAT8.get(e.dtype)), 2.0**-6
         a, e = (x.to(torch.float32) if eps else x.view(torch.uint8) for x in (a, e))
-        near, scale = (near, None) if exact or not eps else (max(near, 2 * eps), 2.0**-6)
+        near = near if exact or not eps else max(near, 2 * eps)
+    else:
+        scale = max(scale, largest([e]))
     common = torch.promote_types(a.dtype, e.dtype)
-    if common in (torch.complex32, torch.float16, torch.bfloat16) and a.dtype != e.dtype:
+    if common == torch.complex32 or common in (torch.float16, torch.bfloat16) and a.dtype != e.dtype:
         common = torch.promote_types(common, torch.float32)
     a, e = a.to(common), e.to(common)
-    if not (common.is_floating_point or common.is_complex):
-        return measure(a, e), 0.0
-    ulps = near / torch.finfo(common).eps
-    return measure(a, e, ulps, max(1.0, largest([e])) if scale is None else scale), ulps
+    if common.is_floating_point or common.is_complex:
+        ulps = factor * near / torch.finfo(common).eps
+        error = measure(a, e, ulps, scale)
+    else:
+        ulps, error = 0.0, measure(a, e)
+    if error is None or error.ulps <= ulps:
+        return ""
+    got, was = (f"{x:.6g}" if isinstance(x, (float, complex)) else str(x) for x in (error.got, error.expected))
+    if got == was:
+        got, was = repr(error.got), repr(error.expected)
+    return f"differs in {error.count} of {count} elements: {got} instead of {was} at {list(error.at)}"

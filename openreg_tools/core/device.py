@@ -179,13 +179,15 @@ def is_lacking(error: Exception) -> bool:
     return isinstance(error, AttributeError) or bool(said)
 
 
-def synchronize(device: str | torch.device) -> None:
-    """Wait for a device whose package can do that."""
+def synchronize(device: str | torch.device) -> bool:
+    """Wait for a device, and raise the errors of its queued work. Returns false if its package cannot do that."""
     try:
         torch.accelerator.synchronize(torch.device(device))
     except LACKS as error:
         if not is_lacking(error):
             raise
+        return False
+    return True
 
 
 def has_events(device: str | torch.device) -> bool:

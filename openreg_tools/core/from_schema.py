@@ -241,7 +241,7 @@ def _bad_tensor(r: random.Random, good: Any) -> Any:
             lambda: dense(()),
             lambda: dense((*shape, 1)),
             lambda: dense(shape[:-1]),
-            lambda: dense(tuple(each + 1 for each in shape)),
+            lambda: dense(tuple(size + 1 for size in shape)),
             lambda: dense(tuple(reversed(shape))),
             lambda: dense((*shape[:-1], 0)),
             lambda: dense((1,) * 7),
@@ -286,17 +286,17 @@ def _bad_value(r: random.Random, type_: _Type, good: Any) -> Any:
     if r.random() < (0.1 if type_.optional else 0.03):
         return None
     if type_.length is not None:
-        each = (good[0] if isinstance(good, (list, tuple)) and good else None) if type_.kind == "Tensor" else good
+        first = (good[0] if isinstance(good, (list, tuple)) and good else None) if type_.kind == "Tensor" else good
         one = dataclasses.replace(type_, optional=False, length=None)
         if r.random() < 0.2:
             return []
         if isinstance(good, (list, tuple)) and good and r.random() < 0.5:
             damaged = list(good)
-            damaged[r.randrange(len(good))] = _bad_value(r, one, each)
+            damaged[r.randrange(len(good))] = _bad_value(r, one, first)
             return damaged
         if isinstance(good, (list, tuple)) and r.random() < 0.5:
             return [*good, *good[:1]] if r.random() < 0.5 else list(good[:-1])
-        return [_bad_value(r, one, each) for _ in range(r.randint(0, 4))]
+        return [_bad_value(r, one, first) for _ in range(r.randint(0, 4))]
     match type_.kind:
         case "Tensor":
             return _bad_tensor(r, good)

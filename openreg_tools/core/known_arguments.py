@@ -220,7 +220,7 @@ def _fbgemm(gates: int, size: int) -> tuple[torch.Tensor, Stays, torch.Tensor, f
 def _quantized_cell(gates: int, lstm: bool) -> Sample:
     hidden = torch.rand(2, 5)
     (w, *inputs), (w2, *hiddens) = _fbgemm(gates, 3), _fbgemm(gates, 5)
-    rest = [each for pair in zip(inputs, hiddens, strict=True) for each in pair]
+    rest = [value for pair in zip(inputs, hiddens, strict=True) for value in pair]
     return Sample(torch.rand(2, 3), [hidden, hidden.clone()] if lstm else hidden, w, w2, torch.rand(gates * 5),
                torch.rand(gates * 5), *rest)  # fmt: skip
 
@@ -385,7 +385,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     ),
     **{
         f"aten::_nested_view_from_buffer{copy}": lambda: Sample(
-            torch.rand(9), *(Stays(torch.tensor(each)) for each in ([[2, 3], [1, 3]], [[3, 1], [3, 1]], [0, 6]))
+            torch.rand(9), *(Stays(torch.tensor(rows)) for rows in ([[2, 3], [1, 3]], [[3, 1], [3, 1]], [0, 6]))
         )
         for copy in ("", "_copy")
     },

@@ -1,7 +1,7 @@
 """Where a program is: its line, the module whose forward or backward runs, and the phase of the training step.
 
 The program's frames are those outside PyTorch, these tools, the devices' packages, NumPy and pytest. `Places` follows a
-program for `compare` and `trace`.
+program for `compare`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -72,14 +72,14 @@ def innermost(frame: FrameType | None = None) -> tuple[FrameType | None, bool]:
 
 def _walk(frame: FrameType) -> Iterator[tuple[FrameType, bool]]:
     found = False
-    for each in _outwards(frame):
+    for outer in _outwards(frame):
         found = True
-        yield each
+        yield outer
     if found or torch._C._current_graph_task_id() == -1:
         return
     main = threading.main_thread().ident
     for _, top in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
-        if waiting := [each for each in _outwards(top) if each[1]]:
+        if waiting := [(outer, backward) for outer, backward in _outwards(top) if backward]:
             yield from waiting
             return
 
@@ -135,7 +135,7 @@ class Place:
     """Where one call was made."""
 
     module: str  # "Transformer.layers.0.norm", or "" outside
-    site: Any  # what `Places` asked `locate` for: file and line of the program; in backward, where the forward call was made
+    site: tuple[str, int] | None  # file and line of the program; in backward, where the forward call was made
     phase: str  # "forward", "backward", "optimizer"
     node: str = ""  # the backward node: "MmBackward0"
 
@@ -149,20 +149,14 @@ class Place:
 
 
 class Places:
-    """Follows a program through PyTorch's global hooks for modules and optimizers.
+    """Follows a program through PyTorch's global hooks for modules and optimizers."""
 
-    Args:
-        locate: gives the `site` of a call in forward; the file and line of the program unless given.
-    """
-
-    def __init__(self, locate: Callable[[], Any] | None = None) -> None:
-        self._locate = locate or site
+    def __init__(self) -> None:
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: dict[str, int] = {}
         self._local = threading.local()
-        self._forward: dict[
-            int, tuple[str, Any, int | None]
-        ] = {}  # by sequence number: the module, the site, the thread
+        # By sequence number: the module, the site, the thread.
+        self._forward: dict[int, tuple[str, tuple[str, int] | None, int | None]] = {}
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Places:
@@ -203,9 +197,9 @@ class Places:
         root = f"{inside}.{name}" if inside else name
         count = self._roots[root] = self._roots.get(root, 0) + 1
         root = root if count == 1 else f"{root}#{count}"
-        for path, each in module.named_modules():
+        for path, part in module.named_modules():
             path = path.removeprefix("_orig_mod").removeprefix(".")
-            self._names[each] = f"{root}.{path}" if path else root
+            self._names[part] = f"{root}.{path}" if path else root
 
     def _enter_step(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -224,11 +218,6 @@ class Places:
 
     # ---- queried by a mode ----
 
-    def module(self) -> str:
-        """The innermost module whose forward runs, "" outside all modules."""
-        modules = self._modules()
-        return modules[-1] if modules else ""
-
     def now(self) -> Place:
         """The place of the call that is being dispatched."""
         if torch._C._current_graph_task_id() != -1:
@@ -239,7 +228,7 @@ class Places:
             module, where, _ = self._forward.get(number) or self._forward.get(number + 1, ("", None, None))
             return Place(module, where, "backward", node.name().rpartition("::")[2])
         modules = self._modules()
-        module, where = modules[-1] if modules else "", self._locate()
+        module, where = modules[-1] if modules else "", site()
         # The node of the operator, or of the function whose forward it is in, took the number before the next.
         if len(self._forward) >= _MOST:
             for key in list(self._forward)[: _MOST // 2]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import runpy
 import sys
@@ -19,7 +18,7 @@ import torch
 
 from openreg_tools.core.options import Wrong
 
-__all__ = ["Rank", "add_program", "of_rank", "program", "rank", "run"]
+__all__ = ["add_program", "of_rank", "program", "rank", "run"]
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -120,42 +119,12 @@ def _wait_for_threads(others: set[threading.Thread]) -> None:
 
 
 def rank() -> tuple[int, int]:
-    """This process's rank and the number of ranks: of the process group, or as torchrun says."""
+    """This process's rank and the number of ranks: of the process group, or as torchrun says after that has ended."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     with contextlib.suppress(KeyError, ValueError):
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return 0, 1
-
-
-class Rank:
-    """A context that knows `rank()` also after the program has destroyed its process group."""
-
-    def __enter__(self) -> Rank:
-        self._seen: tuple[int, int] | None = None
-        if torch.distributed.is_available():
-            before = self._destroy = torch.distributed.destroy_process_group
-
-            @functools.wraps(before)
-            def destroy(*args: Any, **kwargs: Any) -> None:
-                self._seen = rank()
-                before(*args, **kwargs)
-
-            self._replace(destroy)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        if torch.distributed.is_available():
-            self._replace(self._destroy)
-
-    def _replace(self, function: Any) -> None:
-        for module in (torch.distributed, torch.distributed.distributed_c10d):
-            module.destroy_process_group = function
-
-    def last(self) -> tuple[int, int]:
-        """The rank now, or when the process group was destroyed."""
-        now = rank()
-        return now if now[1] > 1 else self._seen or now
 
 
 def of_rank(file: str | None, rank: int, ranks: int) -> str | None:

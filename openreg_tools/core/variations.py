@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from openreg_tools.core.compare import is_small
 from openreg_tools.core.move import Stays
 from openreg_tools.core.samples import Sample
 
@@ -27,7 +28,6 @@ __all__ = [
     "aliased",
     "cast",
     "changed",
-    "is_small",
     "is_strided",
     "of_sizes",
     "offset",
@@ -49,11 +49,6 @@ def is_strided(value: Any) -> bool:
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested or value.is_quantized:
         return False
     return value.is_meta or not value.numel() or bool(value.untyped_storage().nbytes())
-
-
-def is_small(x: Tensor) -> bool:
-    """Returns true if a dtype has one byte and a fraction, for which PyTorch has few kernels."""
-    return x.is_floating_point() and x.element_size() == 1
 
 
 def _has_fractions(x: Tensor) -> bool:

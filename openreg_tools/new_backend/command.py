@@ -94,6 +94,6 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"{folder}: {len(written)} files, {lines} lines. README.md says what each is. Next:")
     print(f"    pip install '{path}[test]'" if path == f"./{folder}" else f"    pip install {path}")
     print(f"    pytest {path}")
-    print(f"    openreg-tools operators --import torch_{name} --device {name} --required --missing")
+    print(f"    openreg-tools ladder --import torch_{name} --device {name}")
     print(f"Then replace csrc/runtime/{name}_cpu.cpp, which stands in for the hardware, by calls of your driver.")
     return 0

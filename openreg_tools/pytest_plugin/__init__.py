@@ -1,7 +1,7 @@
 """The pytest plugin: ``pytest --device DEVICE`` runs a suite there, and reports what would break on it.
 
 See docs/testing-your-library.md. A pytest run that uses neither its options nor its fixtures does not import torch.
-session.py and misuse.py watch the tests.
+session.py and watch.py watch the tests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from openreg_tools.pytest_plugin.findings import KINDS
+from openreg_tools.pytest_plugin.misuse import KINDS
 
 # ---- options ----
 
@@ -26,12 +26,12 @@ _DEVICE = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("device", "running on a device")
     group.addoption("--on-device", **{**_DEVICE, "help": "--device, if the suite has its own option --device"})
-    group.addoption("--device-misuse", metavar="KINDS", help=f"report misuse: all, or some of {', '.join(KINDS)}")
+    group.addoption(
+        "--device-misuse",
+        metavar="KINDS",
+        help=f"report misuse: all that the device shows, or some of {', '.join(KINDS)}",
+    )
     group.addoption("--device-forbid", metavar="KINDS", help="report these kinds too, and fail the run if one is found")
-    group.addoption("--device-sync-budget", metavar="N", type=int,
-                    help="fail a test in which the library waits for the device more than N times")  # fmt: skip
-    group.addoption("--device-allow-unseen", action="store_true",
-                    help="do not fail the run if a kind of misuse cannot be watched for on the device")  # fmt: skip
     group.addoption("--device-report", metavar="FILE", help="write what was found as JSON")
     parser.addini("device_names", "arguments of tests that are devices", type="args", default=["device"])
 
@@ -56,14 +56,11 @@ def pytest_load_initial_conftests(
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "device_syncs(max): the library may wait for the device so often in this test")
     option = config.option
-    asked = (
-        option.device_misuse or option.device_forbid or option.device_report or option.device_sync_budget is not None
-    )
     if option.on_device:
         from openreg_tools.pytest_plugin.session import Session
 
         config.pluginmanager.register(Session(config), "openreg_tools.pytest_plugin.session")
-    elif asked:
+    elif option.device_misuse or option.device_forbid or option.device_report:
         raise pytest.UsageError(
             "--device-misuse and related options watch a device; name it with --device DEVICE (or --on-device)"
         )

@@ -18,7 +18,7 @@ from _pytest.skipping import evaluate_xfail_marks
 from openreg_tools import backends
 from openreg_tools.core import place
 from openreg_tools.core.child import Child, Ended, Parent, parent
-from openreg_tools.pytest_plugin.findings import Finding, Findings
+from openreg_tools.pytest_plugin.misuse import Misuse, Misuses
 
 __all__ = ["Isolated", "child", "run", "starts"]
 
@@ -82,11 +82,11 @@ class Isolated:
 # ---- in the run that starts it ----
 
 
-def run(session: pytest.Session, findings: Findings, ended: list[str]) -> None:
+def run(session: pytest.Session, misuses: Misuses, ended: list[str]) -> None:
     """Run the collected tests in children. `ended` gets the tests that end their process."""
     tests, done = {item.nodeid for item in session.items}, set[str]()
     while left := tests - done:
-        end, said = _run_child(session, findings, ended, done)
+        end, said = _run_child(session, misuses, ended, done)
         session.shouldstop = session.shouldstop or end.get("stop", False)
         session.shouldfail = session.shouldfail or end.get("fail", False)
         if session.shouldfail:
@@ -105,7 +105,7 @@ def run(session: pytest.Session, findings: Findings, ended: list[str]) -> None:
 
 
 def _run_child(
-    session: pytest.Session, findings: Findings, ended: list[str], done: set[str]
+    session: pytest.Session, misuses: Misuses, ended: list[str], done: set[str]
 ) -> tuple[dict[str, Any], str]:
     """Run the remaining tests in a child, and forward its reports; returns its last message, and what it wrote."""
     config, hook = session.config, session.config.hook
@@ -128,8 +128,8 @@ def _run_child(
                     done.add(message["finish"])
                     hook.pytest_runtest_logfinish(**test)
                     test = {}
-                elif "findings" in message:
-                    findings.unpack(message["findings"])
+                elif "misuses" in message:
+                    misuses.unpack(message["misuses"])
                 else:
                     end = message
         except Ended as end_of_process:
@@ -137,12 +137,12 @@ def _run_child(
             if test and not end:
                 done.add(test["nodeid"])
                 ended.append(test["nodeid"])
-                _crashed(session, findings, errors, **test)
+                _crashed(session, misuses, errors, **test)
             return end, f"{end_of_process}\n{process.output()[-4000:]}{errors[-4000:]}"
     return end, ""
 
 
-def _crashed(session: pytest.Session, findings: Findings, said: str, nodeid: str, location: Any) -> None:
+def _crashed(session: pytest.Session, misuses: Misuses, said: str, nodeid: str, location: Any) -> None:
     """Report the test in which a child ended."""
     text = f"the process ended:\n{said[-4000:]}"
     found = (re.search(backend.access, said, re.M) for backend in backends.registered())
@@ -150,7 +150,7 @@ def _crashed(session: pytest.Session, findings: Findings, said: str, nodeid: str
         frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', said, re.M)
         ours = [frame for frame in frames if not frame[0].startswith((*place.libraries(), "<"))]
         where = f"{place.relative(ours[0][0], str(session.config.rootpath))}:{ours[0][1]}" if ours else "?"
-        findings.add(Finding("host", access[1], where, nodeid))
+        misuses.add(Misuse("host", access[1], where, nodeid))
         text = "\n".join([access[0], *(f"{file}:{line}: in {name}" for file, line, name in ours)])
     report = pytest.TestReport(nodeid, location, {}, "failed", text, "call")
     item = next((item for item in session.items if item.nodeid == nodeid), None)  # none if it collected other ids

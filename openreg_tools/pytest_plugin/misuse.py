@@ -1,391 +1,166 @@
-"""Watches how a test uses a device: a mode for calls from Python, one for operators, and `synchronize`."""
+"""The misuse that a run found, by kind, line and test, as text of 80 columns and as JSON. Does not import torch."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import gc
-import os
-import sys
-from collections.abc import Callable, Iterator
+import dataclasses
+import json
+import re
+import textwrap
+from collections import Counter
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
-from _pytest._io import saferepr
-from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils import data
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_iter
+# What is looked for, in the order of the report.
+KINDS = {
+    "host": "the host reads or writes device memory",
+    "race": "used before the work that writes it is done",
+    "mixed": "tensors of different devices in one operator",
+    "cuda": '"cuda" where any device could stand',
+    "pinned": "memory that should be pinned, or pinned memory overwritten during a copy",
+    "leak": "device memory that outlives the test that made it",
+    "seed": "random numbers from the CPU's global generator",
+    "sync": "the host waits for the device",
+}
 
-from openreg_tools import backends, dynamo
-from openreg_tools.core import place
-
-__all__ = ["Found", "Leaks", "Watch", "hide", "is_tests"]
-
-Found = Callable[[str, str, str, bool], None]  # kind, what, where, whether that is the tests' own code
-
-# Calls that give the host a value. Copies to the host and data-dependent shapes are seen as operators.
-_READS = {
-    getattr(torch.Tensor, name): name.strip("_")
-    for name in (
-        "item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__repr__", "__format__"
-    )
+_ACCELERATOR = "torch.accelerator.current_accelerator()"
+# By kind: what to write instead, where `what` contains the pattern. The first that matches counts.
+_REMEDIES = {
+    "host": (("", "copy to the host first, with x.cpu() or x.numpy(force=True)"),),
+    "race": (
+        ("^the host", "call torch.accelerator.synchronize() before the host reads"),
+        ("", "let the stream wait first: stream.wait_stream(other)"),
+    ),
+    "mixed": (("", "create it with device=x.device, or move it with .to(x.device)"),),
+    "cuda": (
+        ("is_cuda", 'x.device.type != "cpu" is true on every accelerator'),
+        (r"\.cuda\(\)", "write .to(device), with the device that the caller uses"),
+        ("is_available|device_count", "ask torch.accelerator, which answers for any device"),
+        ("==|!=|startswith|^case|^.cuda\\W+(not )?in ", f'compare with "cpu", or with {_ACCELERATOR}.type'),
+        (" in |^allow-list", f"add {_ACCELERATOR}.type to the list"),
+        ("autocast|GradScaler|custom_[fb]wd", f"name the device: x.device.type, or {_ACCELERATOR}.type"),
+        ("nccl", "ask torch.distributed.get_default_backend_for_device(device)"),
+        ("DeviceMesh", f"name {_ACCELERATOR}.type"),
+        ("ProfilerActivity", "list every device's: torch.profiler.supported_activities()"),
+        ("table", 'sort by "device_time_total", which every device has'),
+        ("save_on_cpu", "pass device_type=x.device.type"),
+        ("FloatTensor|Tensor\"", "write .to(device, dtype)"),
+        (r"torch\.cuda", "ask torch.accelerator, or torch.get_device_module(device)"),
+        ("[\"']cuda", f"take the device from the caller, or {_ACCELERATOR}"),
+        ("", "let the test take the device as an argument"),
+    ),
+    "pinned": (
+        ("^written", "wait for the copy before you write, or write to another buffer"),
+        ("", "pin the host memory, or leave out non_blocking=True"),
+    ),
+    "leak": (("", "limit the cache, or hold weak references; gc frees cycles"),),
+    "seed": (("", "pass device=x.device, or a generator that the caller gives"),),
+    "sync": (
+        ("falls back", "register a kernel of the operator for the device"),
+        ("^copy|^non_blocking", "copy later, or to pinned memory with non_blocking=True"),
+        ("data-dependent", "use a form of fixed size: torch.where() for a mask"),
+        ("synchronize$", "let a stream wait with wait_stream(), or wait later"),
+        ("", "keep it in a tensor (torch.where for if), or read it later"),
+    ),
 }  # fmt: skip
-_TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
-# Copies, and which arguments are the source and the target.
-_COPIES = {"aten::copy_": (1, 0), "aten::_copy_from": (0, 1), "aten::_to_copy": (0, None)}
-_OWN = os.path.dirname(__file__) + os.sep
 
 
-# ---- where a call comes from ----
+@dataclasses.dataclass(frozen=True)
+class Misuse:
+    """One kind of misuse at one line, in one test."""
+
+    kind: str  # one of KINDS
+    what: str
+    where: str  # "file.py:12"
+    test: str  # "" if the source says it
+    own: bool = False  # in the tests' own code
+
+    @property
+    def remedy(self) -> str:
+        return _remedy(self.kind, self.what)
 
 
-def line_of(root: Path) -> tuple[str, bool]:
-    """The program's line, and whether it is the tests' own code.
+class Misuses:
+    """What was found, and how often each occurred."""
 
-    A call of backward() is never the tests' own: the library's operators determine what the pass does.
-    """
-    found, backward = place.innermost()
-    if found is None:
-        return "in a backward pass", False
-    file = found.f_code.co_filename
-    own = not backward and is_tests(root, found.f_globals, file)
-    return f"{place.relative(file, str(root))}:{found.f_lineno}", own
+    def __init__(self) -> None:
+        self.counts: Counter[Misuse] = Counter()
 
+    def add(self, misuse: Misuse, count: int = 1) -> None:
+        """Count a misuse; one without a test comes from a file's source, which several processes may have read."""
+        self.counts[misuse] = self.counts[misuse] + count if misuse.test else 1
 
-def is_tests(root: Path, variables: dict[str, Any], file: str) -> bool:
-    """Returns true if a module has tests: pytest rewrites its asserts, or its file is in a folder of tests."""
-    if type(variables.get("__loader__")).__name__ == "AssertionRewritingHook":
-        return True
-    return Path(file).is_relative_to(root) and bool({"test", "tests"} & {*Path(file).relative_to(root).parts[:-1]})
+    def pack(self) -> list[list[Any]]:
+        """As plain values, for another process; what is packed is removed here."""
+        packed = [[*dataclasses.astuple(misuse), count] for misuse, count in self.counts.items()]
+        self.counts.clear()
+        return packed
 
+    def unpack(self, packed: list[list[Any]]) -> None:
+        for *fields, count in packed:
+            self.add(Misuse(*fields), count)
 
-def hide(error: BaseException) -> None:
-    """End the traceback of an error that passed the watch at the program's line, as without the watch."""
-    paths = place.libraries()
-    trace, last, watched = error.__traceback__, None, False
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(paths):
-            last, watched = trace, False
-        watched |= file.startswith(_OWN)
-        trace = trace.tb_next
-    if last is not None and watched:
-        last.tb_next = None
+    def kinds(self) -> set[str]:
+        """The kinds that were found, not counting waits in the tests' own code."""
+        return {misuse.kind for misuse in self.counts if not _is_allowed(misuse)}
 
+    def lines(self, kind: str) -> list[tuple[int, str, str]]:
+        """Count, what and where for one kind; the most frequent first."""
+        counts: Counter[tuple[str, str]] = Counter()
+        for misuse, count in self.counts.items():
+            if misuse.kind == kind and not _is_allowed(misuse):
+                counts[misuse.what, misuse.where] += count
+        ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0][1]))
+        return [(count, *line) for line, count in ordered]
 
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _explains() -> bool:
-    """Returns true if pytest is showing a value to explain a failed assertion."""
-    return any(frame.f_code.co_filename == saferepr.__file__ for frame in _frames())
-
-
-def _makes_a_module() -> bool:
-    """Returns true if a module is being made, perhaps to be moved to a device, or its parameters are reset."""
-    return any(
-        frame.f_code.co_filename == nn.init.__file__
-        or (
-            frame.f_code.co_name in ("__init__", "reset_parameters")
-            and isinstance(frame.f_locals.get("self"), nn.Module)
-        )
-        for frame in _frames()
-    )
-
-
-def _shuffles() -> bool:
-    """Returns true if a DataLoader draws the order of its samples, or the seed of its workers."""
-    folder = os.path.dirname(data.__file__)
-    return any(frame.f_code.co_filename.startswith(folder) for frame in _frames())
-
-
-# ---- the watch ----
-
-
-class Watch:
-    """Watches what one test does with devices of some types and reports to `found`, inside `with watch.watching():`.
-
-    Args:
-        types: device types, without "cpu".
-        kinds: what to look for, of `findings.KINDS`.
-        root: the folder that lines are relative to.
-    """
-
-    def __init__(self, types: set[str], kinds: set[str], root: Path, found: Found) -> None:
-        self.types, self.kinds, self.root, self.found = types, kinds, root, found
-        self.backends = [backends.of_device(each) for each in sorted(types)]
-        self.suspects: list[tuple[str, str, str, bool]] = []  # errors that are misuse if the test does not expect them
-        self.draws: list[tuple[str, str, str, bool]] = []  # misuse if the test uses the device
-        self.used = False
-        self.quiet = 0  # inside a call that has been reported
-
-    def tell(self, kind: str, what: str) -> None:
-        if kind in self.kinds:
-            self.found(kind, what, *line_of(self.root))
-
-    def suspect(self, kind: str, what: str) -> None:
-        if kind in self.kinds:
-            self.suspects.append((kind, what, *line_of(self.root)))
-
-    def failed(self) -> None:
-        """The test failed: report the errors that it hit."""
-        for each in self.suspects:
-            self.found(*each)
-
-    def on_device(self, x: Any) -> bool:
-        return isinstance(x, torch.Tensor) and x.device.type in self.types
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for backend in self.backends if self.kinds & {"race", "pinned"} else ():
-                stack.enter_context(backend.races(self._raced))
-            stack.enter_context(_synchronizing(self))
-            stack.enter_context(_Calls(self))
-            stack.enter_context(_Operators(self))
-            try:
-                yield
-            finally:
-                for each in self.draws if self.used else ():
-                    self.found(*each)
-
-    def waited(self, what: str) -> None:
-        if not self.quiet and not _explains():
-            self.tell("sync", what)
-
-    def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """A call of torch's Python interface."""
-        __tracebackhide__ = True
-        device = bool(args) and self.on_device(args[0])
-        reads = _READS.get(func) if device else None
-        if reads:
-            self.waited({"repr": "print", "format": "print"}.get(reads, reads))
-        self.quiet += bool(reads)
-        try:
-            return func(*args, **kwargs)
-        except (RuntimeError, TypeError) as error:
-            if func in _TO_NUMPY and device:
-                self.suspect("host", f"{func.__name__}() of a tensor on {args[0].device}")
-            elif "device" in str(error) and len(devices := _devices(args, kwargs)) > 1:
-                self.suspect("mixed", f"{getattr(func, '__name__', func)} of {' and '.join(devices)}")
-            raise
-        finally:
-            self.quiet -= bool(reads)
-
-    def operator(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-        """An operator, below autograd."""
-        __tracebackhide__ = True
-        name = func.name()
-        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
-        here = any(x.device.type in self.types for x in tensors)
-        made = kwargs.get("device")
-        self.used |= here or (made is not None and torch.device(made).type in self.types)
-        if name in _COPIES and isinstance(args[_COPIES[name][0]], torch.Tensor):  # torch.func copies numbers too
-            self._copy(*_copied(name, args, kwargs))
-        elif here and name == "aten::_local_scalar_dense":
-            self.waited("item")
-        elif here and _depends_on_data(func, tensors):
-            self.waited(f"{name.removeprefix('aten::')}: a size or value that depends on data")
-        draws = "seed" in self.kinds and _may_draw(func)
-        before = _generator_state() if draws else None
-        fallbacks = self._fallbacks() if here and "sync" in self.kinds else None
-        out = func(*args, **kwargs)
-        if draws and not _is_same(before, _generator_state()):
-            self._drew(name.removeprefix("aten::").partition(".")[0])
-        if fallbacks is not None and self._fallbacks() > fallbacks:
-            self.waited(f"{name} falls back to the CPU")
-        if "leak" in self.kinds:
-            self._made(tensors, out)
+    def text(self, top: int = 10) -> list[str]:
+        """The report's lines: the most frequent of each kind."""
+        out = []
+        for kind, title in KINDS.items():
+            lines = self.lines(kind)
+            own = sum(count for misuse, count in self.counts.items() if misuse.kind == kind and _is_allowed(misuse))
+            if lines:
+                out.append(f"{kind}: {title}")
+                groups: dict[str, list[tuple[int, str, str]]] = {}  # one remedy for lines that share it
+                for count, what, where in lines[:top]:
+                    groups.setdefault(_remedy(kind, what), []).append((count, what, where))
+                for remedy, group in groups.items():
+                    out += [text for line in group for text in _line(*line)]
+                    out += textwrap.wrap(f"Remedy: {remedy}", 80, initial_indent=" " * 9, subsequent_indent=" " * 9)
+                if len(lines) > top:
+                    out.append(f"         and {len(lines) - top} more (--device-report FILE has all)")
+            if own:
+                out.append(f"{'' if lines else kind + ': '}{own:>7,} more in test code (not counted)")
         return out
 
-    def _fallbacks(self) -> int:
-        return sum(backend.fallbacks() for backend in self.backends)
-
-    # ---- kinds of misuse ----
-
-    def _raced(self, errors: list[Any]) -> None:
-        for error in errors:
-            now, then = error.current_access, error.previous_access
-            name = str(then.operator).partition("(")[0]
-            if now.stream is None and now.type.name == "WRITE":
-                self.tell("pinned", f"written while {name} may read it")
-            else:
-                reader = "the host" if now.stream is None else f"stream {now.stream[1]}"
-                self.tell("race", f"{reader} did not wait for {name}")
-
-    def _copy(self, source: torch.Tensor, to: torch.Tensor | torch.device, non_blocking: bool) -> None:
-        there = to.device if isinstance(to, torch.Tensor) else to
-        if source.device.type in self.types and there.type == "cpu":
-            pinned = not isinstance(to, torch.Tensor) or to.is_pinned()  # torch makes new memory for such a copy pinned
-            if not non_blocking:
-                self.waited("copy to the host")
-            elif not pinned:
-                self.tell("pinned", "non_blocking copy to memory that is not pinned: the host waits")
-                self.waited("non_blocking copy to memory of the host that is not pinned")
-        elif source.device.type == "cpu" and there.type in self.types and non_blocking and not source.is_pinned():
-            self.tell("pinned", "non_blocking copy of memory that is not pinned: the host copies it to a buffer first")
-
-    def _drew(self, name: str) -> None:
-        """An operator drew from the CPU's global generator."""
-        where, own = line_of(self.root)
-        if not own and not _makes_a_module() and not _shuffles():
-            self.draws.append(("seed", f"{name} on the CPU, in the library", where, own))
-
-    def _made(self, tensors: list[torch.Tensor], out: Any) -> None:
-        known = {x.untyped_storage()._cdata for x in tensors if _has_storage(x)}
-        for x in tree_iter(out):
-            if self.on_device(x) and _has_storage(x) and (storage := x.untyped_storage())._cdata not in known:
-                if storage.device.type != "meta" and storage.nbytes():  # a fake tensor's size may be unknown
-                    Leaks.made(storage, self, *line_of(self.root))
+    def write(self, path: str, **about: Any) -> None:
+        """The report as JSON: every line, with the tests that reached it."""
+        rows: dict[tuple[str, str, str, bool], dict[str, int]] = {}
+        for f, count in self.counts.items():
+            rows.setdefault((f.kind, f.what, f.where, f.own), {})[f.test] = count
+        found = [
+            {
+                "kind": kind, "what": what, "where": where, "in_tests": own, "remedy": _remedy(kind, what),
+                "count": sum(tests.values()), "tests": {test: count for test, count in tests.items() if test},
+            }
+            for (kind, what, where, own), tests in sorted(rows.items())
+        ]  # fmt: skip
+        Path(path).write_text(json.dumps({**about, "findings": found}, indent=1) + "\n")
 
 
-class Leaks:
-    """Device memory that tests allocated and that is still alive; one list, because the last test may free the
-    first's."""
-
-    alive: list[tuple[StorageWeakRef, int, Watch, str, bool]] = []
-    most = 1000
-
-    @classmethod
-    def made(cls, storage: torch.UntypedStorage, watch: Watch, where: str, own: bool) -> None:
-        cls.alive.append((StorageWeakRef(storage), storage.nbytes(), watch, where, own))
-        if len(cls.alive) > cls.most:
-            cls._prune()
-            cls.most = max(1000, 2 * len(cls.alive))
-
-    @classmethod
-    def _prune(cls) -> None:
-        cls.alive = [each for each in cls.alive if not each[0].expired()]
-
-    @classmethod
-    def forget(cls, watch: Watch) -> None:
-        """A test failed: its traceback keeps its frames' objects alive."""
-        cls.alive = [each for each in cls.alive if each[2] is not watch]
-
-    @classmethod
-    def tell(cls) -> None:
-        """All tests have ended: report what is left."""
-        gc.collect()
-        cls._prune()
-        for _, nbytes, watch, where, own in cls.alive:
-            watch.found("leak", f"{nbytes:,} bytes", where, own)
-        cls.alive = []
+def _remedy(kind: str, what: str) -> str:
+    return next(remedy for pattern, remedy in _REMEDIES[kind] if re.search(pattern, what))
 
 
-class _Calls(TorchFunctionMode):
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        __tracebackhide__ = True
-        if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
-        return self.watch.call(func, args, kwargs or {})
+def _is_allowed(misuse: Misuse) -> bool:
+    return misuse.own and misuse.kind == "sync"
 
 
-class _Operators(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self.watch = watch
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # compiled operators are seen when they run
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        __tracebackhide__ = True
-        if any(map(is_traceable_wrapper_subclass_type, types)):  # called again with the tensors in it
-            return NotImplemented
-        plain = all(kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl for kind in types)
-        if not plain or not isinstance(func, torch._ops.OpOverload):  # fake tensors; higher-order operators
-            return func(*args, **(kwargs or {}))
-        return self.watch.operator(func, args, kwargs or {})
-
-
-@contextlib.contextmanager
-def _synchronizing(watch: Watch) -> Iterator[None]:
-    """Report waits for an entire device, which no mode sees."""
-    modules = [torch.accelerator, *(getattr(torch, kind, None) for kind in watch.types)]
-    before = [(module, module.synchronize) for module in modules if hasattr(module, "synchronize")]
-
-    def noticed(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def synchronize(*args: Any, **kwargs: Any) -> None:
-            if torch.compiler.is_compiling():
-                return function(*args, **kwargs)
-            watch.waited("synchronize")
-            watch.quiet += 1  # one calls the other
-            try:
-                return function(*args, **kwargs)
-            finally:
-                watch.quiet -= 1
-
-        return synchronize
-
-    for module, function in before:
-        module.synchronize = noticed(function)
-    try:
-        yield
-    finally:
-        for module, function in before:
-            module.synchronize = function
-        dynamo.forget_replaced()
-
-
-# ---- calls and operators ----
-
-
-def _devices(args: tuple, kwargs: dict) -> list[str]:
-    """The devices of the tensors in a call, except 0-dim CPU tensors, which work with any device."""
-    tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
-    return sorted({str(x.device) for x in tensors if x.dim() or x.device.type != "cpu"})
-
-
-def _copied(name: str, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | torch.device, bool]:
-    """For a copy: the source, the target or the device of a new one, and whether it is non_blocking."""
-    source, target = _COPIES[name]
-    to = kwargs.get("device") if target is None else args[target]
-    return (
-        args[source],
-        to if target is not None else torch.device(args[source].device if to is None else to),
-        bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2])),
-    )
-
-
-def _generator_state() -> torch.Tensor:
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        return torch.default_generator.get_state()
-
-
-def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        return torch.equal(a, b)
-
-
-@functools.cache
-def _may_draw(func: torch._ops.OpOverload) -> bool:
-    """Returns true if an operator may draw random numbers: it has the tag or a generator, or is not PyTorch's."""
-    takes = any("Generator" in str(argument.type) for argument in func._schema.arguments)
-    return takes or torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prim", "prims")
-
-
-def _depends_on_data(func: torch._ops.OpOverload, tensors: list[torch.Tensor]) -> bool:
-    if func is torch.ops.aten.index.Tensor:  # only if a mask is among the indices
-        return any(x.dtype in (torch.bool, torch.uint8) for x in tensors[1:])
-    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
-
-
-def _has_storage(x: torch.Tensor) -> bool:
-    return x.layout == torch.strided and not x.is_nested and torch._C._has_storage(x)
+def _line(count: int, what: str, where: str) -> list[str]:
+    """One line of at most 80 columns, or two."""
+    start = f"{count:>7,}  {where}"
+    text = f"{start}  {what}"
+    if len(text) <= 80:
+        return [text]
+    room = 80 - 11
+    return [start if len(start) <= 80 else f"{count:>7,}  ...{where[-(80 - 12) :]}",
+            f"{'':11}{what if len(what) <= room else what[: room - 3] + '...'}"]  # fmt: skip

@@ -14,10 +14,12 @@ import torch
 
 from openreg_tools import backends
 from openreg_tools.core import place
+from openreg_tools.core.blocks import counted
 from openreg_tools.core.device import usable
 from openreg_tools.core.options import Wrong
-from openreg_tools.pytest_plugin import isolated, misuse, sources
-from openreg_tools.pytest_plugin.findings import KINDS, Finding, Findings
+from openreg_tools.pytest_plugin import isolated, sources
+from openreg_tools.pytest_plugin.misuse import KINDS, Misuse, Misuses
+from openreg_tools.pytest_plugin.watch import Leaks, Watch, hide
 
 __all__ = ["Session", "device_syncs"]
 
@@ -35,19 +37,14 @@ class Session:
         self.shown = ", ".join(map(str, self.devices))
         self.names: list[str] = config.getini("device_names")
         self.types = {device.type for device in self.devices} - {"cpu"}
-        self.forbidden = _kinds("--device-forbid", option.device_forbid)
-        self.kinds = _kinds("--device-misuse", option.device_misuse) | self.forbidden
-        self.budget: int | None = option.device_sync_budget
-        if self.budget is not None:
-            self.kinds |= {"sync"}
-        told = {kind for each in self.types for kind in backends.of_device(each).sees}
-        seen = set(KINDS) - (_OF_THE_DEVICE - told) if self.types else {"cuda"}
-        self.unseen = self.kinds - seen
-        self.kinds &= seen
-        self.findings = Findings()
+        told = {kind for device in self.types for kind in backends.of_device(device).sees}
+        self.seen = set(KINDS) - (_OF_THE_DEVICE - told) if self.types else {"cuda"}
+        self.forbidden = self._kinds("--device-forbid", option.device_forbid)
+        self.kinds = self._kinds("--device-misuse", option.device_misuse) | self.forbidden
+        self.misuses = Misuses()
         self.ended: list[str] = []  # tests that ended their process, which held the record of leaks
         self.tests = 0
-        self.watch: misuse.Watch | None = None
+        self.watch: Watch | None = None
         self.child = isolated.child(config)
         if self.child:
             config.pluginmanager.register(self.child)
@@ -55,13 +52,20 @@ class Session:
         self.is_worker = hasattr(config, "workerinput") or self.child is not None
         self.isolates = "host" in self.kinds and not self.child and isolated.starts(config)
 
-    def pytest_report_header(self) -> list[str]:
-        watched = f"; watched for: {', '.join(kind for kind in KINDS if kind in self.kinds)}" * bool(self.kinds)
-        return [f"device: {self.shown}{watched}", *([f"warning: {self.not_watched()}"] if self.unseen else [])]
+    def _kinds(self, option: str, text: str | None) -> set[str]:
+        asked = {kind.strip() for kind in (text or "").split(",")} - {""}
+        if unknown := asked - {*KINDS, "all"}:
+            raise pytest.UsageError(
+                f"{option}: no kind {', '.join(sorted(unknown))}; there are all, {', '.join(KINDS)}"
+            )
+        if unseen := asked - self.seen - {"all"}:
+            raise pytest.UsageError(
+                f"{option}: {_listed(unseen)} cannot be detected on {self.shown}, which has {_listed(self.seen)}"
+            )
+        return self.seen if "all" in asked else asked
 
-    def not_watched(self) -> str:
-        kinds = ", ".join(kind for kind in KINDS if kind in self.unseen)
-        return f"{kinds} cannot be detected on {self.shown}" + "; nothing was checked" * (not self.kinds)
+    def pytest_report_header(self) -> str:
+        return f"device: {self.shown}" + f"; watched for: {_listed(self.kinds)}" * bool(self.kinds)
 
     # ---- which device a test gets ----
 
@@ -116,9 +120,9 @@ class Session:
             raise
         except BaseException as error:
             watch.failed()
-            misuse.Leaks.forget(watch)
+            Leaks.forget(watch)
             if not self.config.option.fulltrace:
-                misuse.hide(error)
+                hide(error)
             raise
         watch.hold_to_budget()
         return result
@@ -130,9 +134,9 @@ class Session:
             path, line, reason = report.longrepr
             if "cuda" in self.kinds and "cuda" not in self.types and re.search(r"\b(cuda|gpu)\b", reason, re.I):
                 where = f"{place.relative(path, str(self.config.rootpath))}:{line}"
-                self.findings.add(Finding("cuda", reason.removeprefix("Skipped: "), where, item.nodeid, True))
+                self.misuses.add(Misuse("cuda", reason.removeprefix("Skipped: "), where, item.nodeid, True))
         if self.is_worker:  # the report goes to the other process, and this goes with it
-            report.device_findings = self.findings.pack()
+            report.device_misuses = self.misuses.pack()
         return report
 
     # ---- the report ----
@@ -140,41 +144,39 @@ class Session:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.tests += report.when == "call"
         if not self.is_worker:
-            self.findings.unpack(getattr(report, "device_findings", []))
+            self.misuses.unpack(getattr(report, "device_misuses", []))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
-        misuse.Leaks.tell()
+        Leaks.tell()
         if "cuda" in self.kinds - self.types:
-            for each in sources.findings(self.config.rootpath, self.types):
-                self.findings.add(each)
+            for misuse in sources.misuses(self.config.rootpath, self.types):
+                self.misuses.add(misuse)
         if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput["device_findings"] = self.findings.pack()
+            self.config.workeroutput["device_misuses"] = self.misuses.pack()
         elif self.child:
-            self.child.parent.answer({"findings": self.findings.pack()})
+            self.child.parent.answer({"misuses": self.misuses.pack()})
         else:
             self._finish(session)
         return (yield)
 
     def _finish(self, session: pytest.Session) -> None:
-        unwatched = self.unseen and not self.config.option.device_allow_unseen
-        if (unwatched or self.forbidden & self.findings.kinds()) and session.exitstatus == pytest.ExitCode.OK:
+        if self.forbidden & self.misuses.kinds() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if path := self.config.option.device_report:
-            self.findings.write(
+            self.misuses.write(
                 path, torch=torch.__version__, devices=[*map(str, self.devices)], tests=self.tests,
                 kinds=[kind for kind in KINDS if kind in self.kinds],
-                not_watched=[kind for kind in KINDS if kind in self.unseen],
             )  # fmt: skip
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self.findings.unpack(getattr(node, "workeroutput", {}).get("device_findings", []))
+        self.misuses.unpack(getattr(node, "workeroutput", {}).get("device_misuses", []))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str) -> None:
         if "host" in self.kinds:  # pytest-xdist says only that a worker ended
-            self.findings.add(Finding("host", "a worker ended; run this test without -n", crashitem, crashitem))
+            self.misuses.add(Misuse("host", "a worker ended; run this test without -n", crashitem, crashitem))
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Run the tests in a process with isolated device memory; a host access ends that process."""
@@ -182,32 +184,22 @@ class Session:
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
             return None
-        isolated.run(session, self.findings, self.ended)
+        isolated.run(session, self.misuses, self.ended)
         return True
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self.kinds and not self.unseen and not self.findings.counts:
+        if not self.kinds and not self.misuses.counts:
             return
         terminalreporter.section(f"device misuse on {self.shown}")
-        lines = self.findings.text()
-        if not lines and self.kinds:
-            watched = f" of {', '.join(kind for kind in KINDS if kind in self.kinds)}" * bool(self.unseen)
-            lines = [f"none{watched} found in {self.tests} test{'s' * (self.tests != 1)}"]
-        for line in lines:
+        for line in self.misuses.text() or [f"none found in {counted(self.tests, 'test')}"]:
             terminalreporter.line(line)
-        if self.unseen:
-            allowed = self.config.option.device_allow_unseen
-            terminalreporter.line(self.not_watched(), red=not allowed)
-            if not allowed:
-                remedy = "run on openreg, name other kinds, or pass --device-allow-unseen"
-                terminalreporter.line(f"{'':9}Remedy: {remedy}")
         for test in self.ended if "leak" in self.kinds else ():
             terminalreporter.line(f"leak: unknown for the tests that ran before {test} crashed the process", red=True)
-        if found := self.forbidden & self.findings.kinds():
-            terminalreporter.line(f"--device-forbid: found {', '.join(k for k in KINDS if k in found)}", red=True)
+        if found := self.forbidden & self.misuses.kinds():
+            terminalreporter.line(f"--device-forbid: found {_listed(found)}", red=True)
 
 
-class _ItemWatch(misuse.Watch):
+class _ItemWatch(Watch):
     """The watch over one test."""
 
     def __init__(self, session: Session, item: pytest.Item, kinds: set[str]) -> None:
@@ -217,17 +209,16 @@ class _ItemWatch(misuse.Watch):
 
     def _found(self, kind: str, what: str, where: str, own: bool) -> None:
         if kind in self.session.kinds:
-            self.session.findings.add(Finding(kind, what, where, self.item.nodeid, own))
+            self.session.misuses.add(Misuse(kind, what, where, self.item.nodeid, own))
         if kind == "sync" and not own:
             line = f"{where}  {what}"
             self.waits[line] = self.waits.get(line, 0) + 1
 
     def hold_to_budget(self) -> None:
-        """Fail the test if the library waited more often than its marker or the run's budget allows."""
+        """Fail the test if the library waited more often than its marker allows."""
         marker = self.item.get_closest_marker("device_syncs")
-        budget = self.session.budget if marker is None else _most(*marker.args, **marker.kwargs)
-        if budget is not None and (count := sum(self.waits.values())) > budget:
-            pytest.fail(_exceeded("the library", budget, count, self.waits), pytrace=False)
+        if marker and (count := sum(self.waits.values())) > (most := _most(*marker.args, **marker.kwargs)):
+            pytest.fail(_exceeded("the library", most, count, self.waits), pytrace=False)
 
 
 def _most(max: int) -> int:  # noqa: A002 -- the marker's argument
@@ -237,7 +228,7 @@ def _most(max: int) -> int:  # noqa: A002 -- the marker's argument
 
 
 def _exceeded(who: str, budget: int, count: int, lines: dict[str, int]) -> str:
-    ordered = sorted(lines.items(), key=lambda each: -each[1])
+    ordered = sorted(lines.items(), key=lambda item: -item[1])
     shown = "".join(f"\n  {times:>5,}  {line}" for line, times in ordered[:10])
     return f"{who} waited for the device {count} times, and the budget is {budget}:{shown}"
 
@@ -254,17 +245,16 @@ def device_syncs(max: int | None = None) -> Iterator[list[str]]:  # noqa: A002
     """
     waits: list[str] = []
     accelerator = torch.accelerator.current_accelerator()
-    with contextlib.ExitStack() as stack:
-        # A separate watch even if the run has one, which counts too: nested modes see each call once.
-        watch = misuse.Watch(
-            {accelerator.type} if accelerator else set(), {"sync"}, Path.cwd(),
-            lambda kind, what, where, own: waits.append(f"{where}  {what}"),
-        )  # fmt: skip
-        stack.enter_context(watch.watching())
+    # A separate watch even if the run has one, which counts too: nested modes see each call once.
+    watch = Watch(
+        {accelerator.type} if accelerator else set(), {"sync"}, Path.cwd(),
+        lambda kind, what, where, own: waits.append(f"{where}  {what}"),
+    )  # fmt: skip
+    with watch.watching():
         try:
             yield waits
         except BaseException as error:
-            misuse.hide(error)
+            hide(error)
             raise
     if max is not None and len(waits) > max:
         lines = {line: waits.count(line) for line in dict.fromkeys(waits)}
@@ -292,11 +282,8 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _kinds(option: str, text: str | None) -> set[str]:
-    asked = {kind.strip() for kind in (text or "").split(",")} - {""}
-    if unknown := asked - {*KINDS, "all"}:
-        raise pytest.UsageError(f"{option}: no kind {', '.join(sorted(unknown))}; there are all, {', '.join(KINDS)}")
-    return set(KINDS) if "all" in asked else asked
+def _listed(kinds: set[str]) -> str:
+    return ", ".join(kind for kind in KINDS if kind in kinds)
 
 
 def _substitute(names: list[str], index: int, rows: list[Any], devices: list[torch.device]) -> list[Any] | None:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from openreg_tools.core import place
-from openreg_tools.pytest_plugin.findings import Finding
-from openreg_tools.pytest_plugin.misuse import is_tests
+from openreg_tools.pytest_plugin.misuse import Misuse
+from openreg_tools.pytest_plugin.watch import is_tests
 
-__all__ = ["asks_for_cuda", "findings"]
+__all__ = ["asks_for_cuda", "misuses"]
 
 _DEVICES = {"cpu", "cuda", "hpu", "mps", "mtia", "npu", "xla", "xpu"}
 # Functions that mean CUDA if they get this many arguments.
@@ -25,7 +25,7 @@ _MEANS_CUDA = {
 _NAMES_CUDA = re.compile(r"cuda(:\d*)?$|torch\.cuda\.\w+$|(self_)?cuda_(time|memory)\w*$|(\w+:\w+,)*(cuda:)?nccl$")
 
 
-def findings(root: Path, types: set[str]) -> list[Finding]:
+def misuses(root: Path, types: set[str]) -> list[Misuse]:
     """What the program's files say about CUDA and not about these types of devices.
 
     The program is what the run has imported from below `root`, and the packages whose source is there and which are
@@ -38,7 +38,7 @@ def findings(root: Path, types: set[str]) -> list[Finding]:
                 asks = [*asks_for_cuda(file.read(), types)]
         except (OSError, SyntaxError, ValueError):
             continue
-        out += [Finding("cuda", what, f"{place.relative(path, str(root))}:{line}", "", own) for line, what in asks]
+        out += [Misuse("cuda", what, f"{place.relative(path, str(root))}:{line}", "", own) for line, what in asks]
     return out
 
 
@@ -85,13 +85,11 @@ def _what(node: ast.AST, parents: dict[ast.AST, ast.AST], types: set[str], said:
             return _dotted(node)
         if node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
             return "is_cuda"
-        others = {each.attr for each in getattr(parent, "elts", ()) if isinstance(each, ast.Attribute)} - {
-            "CPU",
-            "CUDA",
-        }
+        listed = {other.attr for other in getattr(parent, "elts", ()) if isinstance(other, ast.Attribute)}
+        others = listed - {"CPU", "CUDA"}
         return "ProfilerActivity.CUDA" if said(node).endswith("ProfilerActivity.CUDA") and not others else ""
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.cuda"):
-        return ", ".join(f"{node.module}.{each.name}" for each in node.names)
+        return ", ".join(f"{node.module}.{alias.name}" for alias in node.names)
     if isinstance(node, ast.Call):
         name, given = _dotted(node.func).rpartition(".")[2], len(node.args) + len(node.keywords)
         if name == "cuda" and not _dotted(node.func).startswith("torch."):
@@ -128,7 +126,8 @@ def _of_string(node: ast.Constant, parents: dict[ast.AST, ast.AST], said: Callab
 
 def _leaves_out(node: ast.List | ast.Set | ast.Tuple, types: set[str]) -> bool:
     """Returns true if a collection lists devices, "cuda" among them, and none of `types`."""
-    names = [each.value if isinstance(each, ast.Constant) and isinstance(each.value, str) else "" for each in node.elts]
+    values = (part.value if isinstance(part, ast.Constant) else None for part in node.elts)
+    names = [value if isinstance(value, str) else "" for value in values]
     types_listed = [name.partition(":")[0] for name in names]
     known = _DEVICES | types
     return len(names) > 1 and "cuda" in types_listed and known.issuperset(types_listed) and not types & {*types_listed}

@@ -86,8 +86,7 @@ MODULES = ("nn.Linear", "nn.Conv2d", "nn.BatchNorm1d", "nn.LayerNorm", "nn.LSTM"
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name):
-    report = outcomes.Tally()
-    graphs.check_module(training.modules()[name], torch.float32, DEVICE, report)
+    report = training.check_module(training.modules()[name], torch.float32, DEVICE, ("graph",))
     assert report.ran["graph"] >= 1
     assert not report.failures, found(report)
     assert sum(report.notes.values()) < report.ran["graph"], report.notes
@@ -97,7 +96,7 @@ def test_modules(name):
 def test_optimizers(name):
     info = training.optimizers()[name]
     report = training.check_optimizer(info, torch.float32, DEVICE, checks=("graph",))
-    assert (report.ran["graph"] == 0) == (info.optim_cls.__name__ in graphs.HOST_STEPS)
+    assert (report.ran["graph"] == 0) == (info.optim_cls.__name__ in training.HOST_STEPS)
     assert not report.failures, found(report)
     assert not report.notes
 

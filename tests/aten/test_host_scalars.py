@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from openreg_ops import _build
 from openreg_tools.conformance import outcomes
@@ -17,61 +18,14 @@ D = "openreg"
 REFUSED = "Expected all tensors to be on the same device"
 
 
-def forms(name):
-    """Every form of a pointwise operator of three tensors; each returns its result as a list."""
-    f = getattr(torch, name)
-    foreach = getattr(torch, f"_foreach_{name}")
-    yield lambda x, y, z: [f(x, y, z, value=2)]
-    yield lambda x, y, z: [f(x, y, z, value=2, out=torch.empty(3, device=D))]
-    yield lambda x, y, z: foreach([x, x], [y, y], [z, z], value=2)
-    yield lambda x, y, z: foreach([x, x], [y, y], [z, z], [2, 2])
-    if name == "addcdiv":
-        yield lambda x, y, z: [torch.ops.aten.addcdiv(x, y, z, value=2)]
-
-
-def in_place(name):
-    f, foreach = getattr(torch.Tensor, f"{name}_"), getattr(torch, f"_foreach_{name}_")
-    yield lambda x, y, z: [f(x, y, z, value=2)]
-    yield lambda x, y, z: foreach(out := [x.clone(), x], [y, y], [z, z], 2) or out
-
-
-def tensors():
-    return [torch.tensor([1.0, 2.0, 3.0], device=D) for _ in range(3)]
-
-
-@pytest.mark.parametrize("name", ["addcmul", "addcdiv"])
-def test_addcmul_takes_a_scalar_as_tensor2_and_addcdiv_none(name):
-    scalar = torch.tensor(2.0)
-    for form in (*forms(name), *in_place(name)):
-        for position in range(3):
-            arguments = tensors()
-            arguments[position] = scalar
-            if position == 2 and name == "addcmul":
-                for result in form(*arguments):
-                    assert result.tolist() == [5, 10, 15]
-                continue
-            with pytest.raises(RuntimeError, match=f"{REFUSED}|is on cpu|written to"):
-                form(*arguments)
-        x, _, _ = tensors()
-        with pytest.raises(RuntimeError, match=REFUSED):
-            form(x, scalar, scalar)
-        with pytest.raises(RuntimeError, match=REFUSED):  # x twice: the second tensor has been seen before
-            form(x, scalar, x)
-    x = tensors()[0]
-    assert torch.addcmul(x, x, scalar).tolist() == [3, 6, 9]
-
-
-def test_the_last_tensor_only():
+@pytest.mark.parametrize("call", [torch.addcmul, torch.addcdiv, torch.Tensor.addcmul_, torch.lerp, torch.Tensor.lerp_])
+def test_two_scalars_or_one_tensor_twice(call):
+    """Of the tensor that is there twice, the second time counts as seen."""
     x, scalar = torch.tensor([1.0, 2.0], device=D), torch.tensor(0.5)
-    assert torch.lerp(x, x + 1, scalar).tolist() == x.lerp_(x + 1, scalar).tolist() == [1.5, 2.5]
-    for wrong in ((scalar, x, x), (x, scalar, x), (x, scalar, scalar)):
+    for wrong in ((x, scalar, scalar), (x, scalar, x)):
         with pytest.raises(RuntimeError, match=REFUSED):
-            torch.lerp(*wrong)
-    for wrong in (torch.lerp, torch.Tensor.lerp_):  # the end, with a number as weight
-        with pytest.raises(RuntimeError, match=REFUSED):
-            wrong(x, scalar, 0.5)
-    assert x.masked_fill_(x > 2, scalar).tolist() == [1.5, 0.5]
-    assert x.index_fill_(0, torch.tensor([1], device=D), torch.tensor(9.0)).tolist() == [1.5, 9]
+            call(*wrong)
+    assert x.tolist() == [1, 2]
 
 
 def test_one_scalar_of_two():
@@ -182,10 +136,10 @@ def test_probabilities_elsewhere():
 # For each operator whose tensors do not all follow one rule: which of them CUDA accepts as CPU scalars. In
 # native_functions.yaml, only these have device_check: NoCheck; CUDA's kernels decide as follows.
 ACCEPTED_BY_CUDA = {
-    "addcmul": {"tensor2"},  # cuda/PointwiseOpsKernel.cu
-    "addcdiv": set(),
-    "lerp.Tensor": {"weight"},  # cuda/Lerp.cu
-    "lerp.Scalar": set(),  # gpu_kernel() takes no CPU scalars
+    **dict.fromkeys(("addcmul", "addcmul_", "addcmul.out"), {"tensor2"}),  # cuda/PointwiseOpsKernel.cu
+    **dict.fromkeys(("addcdiv", "addcdiv_", "addcdiv.out"), set()),
+    **dict.fromkeys(("lerp.Tensor", "lerp_.Tensor"), {"weight"}),  # cuda/Lerp.cu
+    **dict.fromkeys(("lerp.Scalar", "lerp_.Scalar"), set()),  # gpu_kernel() takes no CPU scalars
     "masked_fill_.Tensor": {"value"},  # Indexing.cpp: self and mask on one device
     "masked_fill_.Scalar": set(),
     "index_fill_.int_Tensor": {"value"},
@@ -208,8 +162,8 @@ ACCEPTED_BY_CUDA = {
     **{f"_foreach_{name}.List": {"self", "other"} for name in ("add", "sub", "mul", "div")},
     "_foreach_pow.List": {"self", "exponent"},
     **{f"_foreach_{name}.List": set() for name in ("maximum", "minimum", "clamp_max", "clamp_min")},  # clamp checks
-    **{f"_foreach_addcmul.{form}": {"tensor2"} for form in ("Scalar", "ScalarList")},
-    **{f"_foreach_addcdiv.{form}": set() for form in ("Scalar", "ScalarList")},
+    **{f"_foreach_addcmul{form}": {"tensor2"} for form in (".Scalar", ".ScalarList", "_.Scalar")},
+    **{f"_foreach_addcdiv{form}": set() for form in (".Scalar", ".ScalarList", "_.Scalar")},
     "_foreach_lerp.List": {"weights"},
     "_foreach_lerp.Scalar": set(),
     **{f"_fused_{name}_": set() for name in ("adam", "adamw", "sgd", "adagrad")},
@@ -248,7 +202,7 @@ def arguments_of(schema):
 
 @pytest.mark.parametrize("name", ACCEPTED_BY_CUDA)
 def test_each_argument_on_the_cpu(name):
-    """One after the other, as a 0-dim CPU tensor: accepted and refused as on CUDA."""
+    """One after the other, as a 0-dim CPU tensor: accepted, with the result of a device tensor, and refused as on CUDA."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
     op(**arguments_of(op._schema))
@@ -260,19 +214,28 @@ def test_each_argument_on_the_cpu(name):
         several = isinstance(value, list)
         tried.add(key)
         given = value[0] if several else value
-        scalar = torch.ones((), dtype=given.dtype)
-        arguments = {**arguments_of(op._schema), key: [scalar] if several else scalar}
+        scalar = torch.full((), 1 if given.dtype == torch.bool else 2, dtype=given.dtype)
+
+        def call(scalar, key=key, several=several):
+            arguments = {**arguments_of(op._schema), key: [scalar] if several else scalar}
+            return [x.cpu() for x in tree_leaves((op(**arguments), arguments)) if isinstance(x, torch.Tensor)]
+
         if key in ACCEPTED_BY_CUDA[name]:
-            op(**arguments)
-            torch.openreg.synchronize()
+            torch.testing.assert_close(call(scalar), call(scalar.to(D)))
             continue
         with pytest.raises((RuntimeError, NotImplementedError)) as error:
-            op(**arguments)
+            call(scalar)
             torch.openreg.synchronize()
         said = str(error.value)
         assert any(
-            each in said
-            for each in (REFUSED, "scalar tensor expected to be on", "scalar tensor is expected", "is on cpu")
+            part in said
+            for part in (
+                REFUSED,
+                "scalar tensor expected to be on",
+                "scalar tensor is expected",
+                "is on cpu",
+                "written to",
+            )
         ), said
         if packet.startswith("_fused"):
             devices, blamed = ("cpu and openreg:0", "grads") if key == "self" else ("openreg:0 and cpu", key)

@@ -37,16 +37,6 @@ COO = {
 }
 
 
-@pytest.mark.parametrize("name", COO)
-def test_coo(coo, name):
-    expected, got = COO[name](coo), COO[name](coo.to("openreg"))
-    assert got.device.type == "openreg" and got.layout == expected.layout
-    assert_close(
-        got.cpu().to_dense() if got.layout != torch.strided else got.cpu(),
-        expected.to_dense() if expected.layout != torch.strided else expected,
-    )
-
-
 def test_coo_in_place_and_construction(coo):
     s = torch.sparse_coo_tensor(coo._indices().to("openreg"), coo._values().to("openreg"), (2, 3))
     assert s.device.type == "openreg" and s._values().is_openreg
@@ -81,15 +71,16 @@ CSR = {
 }
 
 
-@pytest.mark.parametrize("name", CSR)
-def test_csr(coo, name):
-    csr = coo.to_sparse_csr()
-    expected, got = CSR[name](csr), CSR[name](csr.to("openreg"))
+def dense(x):
+    return x if x.layout == torch.strided else x.to_dense()
+
+
+@pytest.mark.parametrize("layout, name", [*(("coo", name) for name in COO), *(("csr", name) for name in CSR)], ids=str)
+def test_sparse(coo, layout, name):
+    given, function = (coo, COO[name]) if layout == "coo" else (coo.to_sparse_csr(), CSR[name])
+    expected, got = function(given), function(given.to("openreg"))
     assert got.device.type == "openreg" and got.layout == expected.layout
-    assert_close(
-        got.cpu().to_dense() if got.layout != torch.strided else got.cpu(),
-        expected.to_dense() if expected.layout != torch.strided else expected,
-    )
+    assert_close(dense(got.cpu()), dense(expected))
 
 
 QUANTIZE = {

@@ -269,6 +269,7 @@ def test_max_pool2d_makes_no_indices_without_gradients():
         dict(kernel_size=20),
         dict(kernel_size=(1, 2, 3)),
         dict(kernel_size=2, stride=0),
+        dict(kernel_size=2, stride=2**62),
     ],
     ids=str,
 )
@@ -328,6 +329,7 @@ def test_native_dropout(p, train):
 def test_native_dropout_refuses_a_bad_probability():
     with pytest.raises(RuntimeError, match="native_dropout: expected a probability between 0 and 1, but got p=2"):
         torch.native_dropout(torch.ones(2, device="openreg"), 2.0, True)
+    assert torch.native_dropout(torch.ones(2, device="openreg"), 2.0, False)[0].tolist() == [1, 1], "nothing is drawn"
 
 
 # ---- errors of cells ----

@@ -120,26 +120,8 @@ def test_local_scalar_dense_reads_every_dtype(dtype):
     assert torch.tensor(2, dtype=dtype).to("openreg").item() == 2
 
 
-def test_set_source_tensor():
-    target, source = torch.empty(0, device="openreg"), torch.arange(6.0, device="openreg").view(2, 3)[:, 1:]
-    target.set_(source)
-    same_geometry(target, source)
-    target.zero_()
-    assert source.sum().item() == 0
-
-
-def test_set_source_storage():
-    source = torch.arange(4.0, device="openreg")
-    target = torch.empty(0, device="openreg").set_(source.untyped_storage())
-    same_geometry(target, torch.empty(4))
-    target.add_(1)
-    assert source.tolist() == [1, 2, 3, 4]
-
-
-def test_set_source_storage_storage_offset():
+def test_set_refuses_another_device_and_a_negative_offset():
     source = torch.arange(12.0, device="openreg")
-    target = torch.empty(0, device="openreg").set_(source.untyped_storage(), 2, (2, 3), (4, 1))
-    assert target.tolist() == [[2, 3, 4], [6, 7, 8]]
     with pytest.raises(RuntimeError, match="Attempted to set the storage of a tensor on device"):
         torch.empty(0, device="openreg").set_(torch.zeros(4).untyped_storage(), 0, (4,))
     with pytest.raises(RuntimeError, match="invalid storage offset"):
@@ -153,7 +135,7 @@ STRIDES = {(): [()], (8,): [(0,), (1,), (2,)], (9,): [(1,)], (2, 4): [(4, 1), (1
 @pytest.mark.parametrize("start", [(0,), (8,), (9,), (2, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8], ids=str)
 def test_set_is_the_cpus(start, dtype):
-    """In range, past the end and with bad arguments: the same tensor and storage, or the same error."""
+    """In range, past the end and with bad arguments: the same tensor in the given storage, or the same error."""
 
     def outcomes(device):
         for offset in (0, 1, 8, 100, -1, 2**62):
@@ -172,7 +154,8 @@ def test_set_is_the_cpus(start, dtype):
                         case = (offset, size, stride)
                         try:
                             call(target, *(case if stride is not None else case[:2]))
-                            ours = (target.shape, target.stride(), target.storage_offset())
+                            shares = target.untyped_storage().data_ptr() == storage.data_ptr()
+                            ours = (target.shape, target.stride(), target.storage_offset(), shares)
                             error = None
                         except (RuntimeError, TypeError) as raised:
                             ours, error = None, (isinstance(raised, RuntimeError), "out of bounds" in str(raised))

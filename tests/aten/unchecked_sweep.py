@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from openreg_tools.conformance.guarded import fenced
 from openreg_tools.core.move import Move
 
-GROUP = 8  # operators that share a process
+BEFORE = 8  # operators that may have broken the heap that aborts in a later one
 
 
 def is_dense(x: Any) -> bool:
@@ -80,11 +80,32 @@ def child(run: Callable[[], Any]) -> int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
-def suspects(calls: dict[Any, list[Call]], run: Callable[[Any, list[Call]], None]) -> list[list[Any]]:
-    """The groups of operators that end a process. A process runs a group, because a fork takes long."""
-    every = [*calls]
-    groups = [every[i : i + GROUP] for i in range(0, len(every), GROUP)]
-    return [group for group in groups if child(lambda group=group: [run(op, calls[op]) for op in group])]
+def endings(count: int, run: Callable[[int], Any]) -> Iterator[tuple[int, int, int]]:
+    """Calls `run` with each number below `count` in a child process; where one ends, another goes on behind it.
+
+    Yields the first number of such a process, its last one, and the signal.
+    """
+    start = 0
+    with tempfile.TemporaryFile() as progress:
+
+        def work() -> None:
+            for number in range(start, count):
+                os.pwrite(progress.fileno(), b"%8d" % number, 0)
+                signal.alarm(60)
+                run(number)
+
+        while ended := child(work):
+            number = int(os.pread(progress.fileno(), 8, 0))
+            yield start, number, ended
+            start = number + 1
+
+
+def suspects(calls: dict[Any, list[Call]], run: Callable[[Any, list[Call]], None]) -> list[Any]:
+    """The operators that end a process, and some before one that aborts, which the heap's own check does late."""
+    every, found = [*calls], []
+    for first, last, ended in endings(len(every), lambda number: run(every[number], calls[every[number]])):
+        found += every[max(first, last + 1 - BEFORE) if ended == signal.SIGABRT else last : last + 1]
+    return found
 
 
 def on_device(leaves: list[Any]) -> list[Any]:
@@ -129,9 +150,8 @@ def sweep_integers(calls: dict[Any, list[Call]]) -> int:
             for wrong in far_out(call):
                 raises(op, wrong)
 
-    for group in suspects(calls, run):
-        ended = {op: found for op in group if (found := child(lambda op=op: run(op, calls[op])))}
-        print("signals", ended or f"only in one process: {group}", flush=True)
+    for op in suspects(calls, run):
+        print("signal", child(lambda op=op: run(op, calls[op])) or "only after others", op, flush=True)
     return len(calls)
 
 
@@ -174,29 +194,22 @@ def run_cut(op: Any, case: Case) -> None:
 
 
 def leaves_memory(op: Any, known: list[Call]) -> list[Case]:
-    """At most six cases that use memory beyond a tensor on the CPU."""
-    cases, found, start = cases_of(known), [], 0
-    with tempfile.TemporaryFile() as progress:
-
-        def run() -> None:
-            for number in range(start, len(cases)):
-                os.pwrite(progress.fileno(), b"%8d" % number, 0)
-                run_cut(op, cases[number])
-
-        while len(found) < 6 and (ended := child(run)):
-            number = int(os.pread(progress.fileno(), 8, 0))
-            # The heap's own check aborts some calls after the one that wrote beyond a result.
-            earlier = cases[start : number + 1] if ended == signal.SIGABRT else []
-            found += [each for each in earlier if child(lambda each=each: [run_cut(op, each) for _ in range(50)])]
-            found += [] if earlier else [cases[number]]
-            start = number + 1
+    """About six cases that use memory beyond a tensor on the CPU."""
+    cases, found = cases_of(known), []
+    for first, last, ended in endings(len(cases), lambda number: run_cut(op, cases[number])):
+        # The heap's own check aborts some calls after the one that wrote beyond a result.
+        earlier = cases[first : last + 1] if ended == signal.SIGABRT else []
+        found += [case for case in earlier if child(lambda case=case: [run_cut(op, case) for _ in range(50)])]
+        found += [] if earlier else [cases[last]]
+        if len(found) >= 6:
+            break
     return found
 
 
 def sweep_shapes(calls: dict[Any, list[Call]]) -> int:
     """Returns the number of operators whose CPU kernel leaves the memory of a tensor. Registers the device."""
-    groups = suspects(calls, lambda op, known: [run_cut(op, case) for case in cases_of(known)])
-    beyond = {op: found for group in groups for op in group if (found := leaves_memory(op, calls[op]))}
+    suspected = suspects(calls, lambda op, known: [run_cut(op, case) for case in cases_of(known)])
+    beyond = {op: found for op in suspected if (found := leaves_memory(op, calls[op]))}
     import openreg_ops  # noqa: F401 -- the children above must not have the device's threads
 
     def run(op: Any, call: Call, i: int, shape: tuple[int, ...]) -> None:

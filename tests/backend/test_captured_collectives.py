@@ -8,8 +8,9 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
+from stream_kit import captured
 from torch.distributed import _functional_collectives as functional
-from workers import Workers
+from workers import Workers, in_mode
 
 pytestmark = pytest.mark.processes
 
@@ -23,23 +24,9 @@ def group(request):
 PLAIN = pytest.mark.parametrize("group", ["off"], indirect=True)
 
 
-def captured(body):
-    graph = torch.openreg.Graph()
-    with torch.openreg.graph(graph):
-        out = body()
-    return graph, out
-
-
 def all_reduce(x):
     dist.all_reduce(x)
     return x * 2
-
-
-def all_reduce_and_wait(x):
-    work = dist.all_reduce(x, dist.ReduceOp.MAX, async_op=True)
-    y = torch.ones_like(x)
-    work.wait()
-    return x + y
 
 
 def all_reduce_and_wait_for_the_future(x):
@@ -68,18 +55,6 @@ def functional_all_reduce(x):
     return functional.all_reduce(x, "sum", dist.group.WORLD) + 1
 
 
-def made_and_waited_for(collective):
-    """A body that makes one of the collectives that all tests share."""
-
-    def body(x):
-        _, written, work = collective(x)
-        if work is not None:
-            work.wait()
-        return torch.cat([x.flatten() + 1, *(each.flatten() for each in written)])
-
-    return body
-
-
 def send_and_receive(x):
     """One process sends first, and the other receives first."""
     other = torch.empty_like(x)
@@ -93,44 +68,40 @@ def send_and_receive(x):
 
 
 BODIES = [
-    all_reduce, all_reduce_and_wait, all_reduce_and_wait_for_the_future, all_reduce_on_another_stream, all_reduces_in_one,
+    all_reduce, all_reduce_and_wait_for_the_future, all_reduce_on_another_stream, all_reduces_in_one,
     functional_all_reduce, send_and_receive,
 ]  # fmt: skip
 # In a graph, a send ends before the next call begins, so two processes must not both send first.
 NOT_CAPTURED = ("all_gather_into_its_own_input", "ring", "receive_from_any", "sparse_all_reduce")
-SHARED = [each for each in collectives.COLLECTIVES if each.__name__ not in NOT_CAPTURED]
+SHARED = [function for function in collectives.COLLECTIVES if function.__name__ not in NOT_CAPTURED]
 
 
-def check_replays(body, mode):
+@in_mode
+def check_replays(function):
     """New inputs on each replay, against eager calls."""
-    torch.openreg.set_launch_mode(mode)
-    try:
-        x = torch.zeros(4, 3, device="openreg")
-        graph, out = captured(lambda: body(x.clone()))
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(3):
-            x.copy_(torch.randn(4, 3, generator=generator))
-            graph.replay()
-            assert torch.equal(out.cpu(), body(x.clone()).cpu())
-        assert out.abs().sum() > 0
-    finally:
-        torch.openreg.set_launch_mode("inline")
 
+    def body(x):
+        if function in BODIES:
+            return function(x)
+        _, written, work = function(x)
+        if work is not None:
+            work.wait()
+        return torch.cat([x.flatten() + 1, *(out.flatten() for out in written)])
 
-def check_replays_of_shared(collective, mode):
-    check_replays(made_and_waited_for(collective), mode)
-
-
-@pytest.mark.parametrize("mode", ["inline", "async"])
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_replays(group, body, mode):
-    group.run(check_replays, body, mode)
+    x = torch.zeros(4, 3, device="openreg")
+    graph, out = captured(lambda: body(x.clone()))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        x.copy_(torch.randn(4, 3, generator=generator))
+        graph.replay()
+        assert torch.equal(out.cpu(), body(x.clone()).cpu())
+    assert out.abs().sum() > 0
 
 
 @pytest.mark.parametrize("mode", ["inline", "async"])
-@pytest.mark.parametrize("collective", SHARED, ids=lambda body: body.__name__)
-def test_replays_of_shared_collectives(group, collective, mode):
-    group.run(check_replays_of_shared, collective, mode)
+@pytest.mark.parametrize("function", [*BODIES, *SHARED], ids=lambda function: function.__name__)
+def test_replays(group, function, mode):
+    group.run(check_replays, mode, function)
 
 
 def check_a_step():

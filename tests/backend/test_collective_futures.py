@@ -5,7 +5,9 @@ The functions named `check_…` run on each process of a group; the tests start 
 
 import functools
 import itertools
+import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -101,7 +103,7 @@ def check_callbacks():
             result = after.then(follow).then(last).wait()
             work.wait()
             assert x.sum().item() == total and result.sum().item() == 4 * total, name
-            assert [each.item() for each, _ in made] == [total for _, total in made], name
+            assert [tensor.item() for tensor, _ in made] == [total for _, total in made], name
 
 
 @MODES
@@ -187,28 +189,33 @@ def test_then_does_not_wait(two, mode):
 
 
 def check_interrupt():
-    """A signal ends the wait for a message, which arrives later."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    x = new(4, value=2.0 if dist.get_rank() else 0.0)
-    if dist.get_rank() == 0:
-        before = signal.signal(signal.SIGALRM, interrupt)
-        work = dist.irecv(x, 1)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(KeyboardInterrupt):
-            work.wait()
-        signal.signal(signal.SIGALRM, before)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        dist.send(x, 0)
-    else:
+    """Ctrl-C ends the wait for the other process, and not the work: a later wait gets the result."""
+    rank = dist.get_rank()
+    calls = {
+        "receive": (lambda x: dist.isend(x, 0) if rank else dist.irecv(x, 1), 2),
+        "all_reduce": (lambda x: dist.all_reduce(x, async_op=True), 3),
+    }
+    for name, (call, expected) in calls.items():
+        x, go = new(4, value=rank + 1.0), key("interrupt")
+        if rank == 0:
+            work = call(x)
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)
+            timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                work.wait()
+            timer.join()
+            signal.signal(signal.SIGINT, before)
+            assert name == "receive" or not work.is_completed()
+            store().set(go, "on")
+        else:
+            store().wait([go])
+            work = call(x)
         work.wait()
-        assert x.tolist() == [2] * 4
+        assert x.tolist() == [expected] * 4
 
 
-def test_an_interrupted_receive(two):
+def test_an_interrupted_wait(two):
     two.run(check_interrupt)
 
 

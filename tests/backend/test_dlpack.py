@@ -1,5 +1,6 @@
 """DLPack of device tensors, and that PyTorch without our patches still rejects it."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,6 +26,10 @@ def test_from_dlpack():
         moved = torch.from_dlpack(x, device=to)
         assert moved.device == torch.device(to) and moved.cpu().equal(x.cpu())
     assert torch.utils.dlpack.from_dlpack(nn.Parameter(x, requires_grad=False)).equal(x)
+    assert torch.from_dlpack(x.__dlpack__(dl_device=(DLDeviceType.kDLCPU, 0))).equal(x.cpu())
+    for source in (torch.arange(3.0), np.arange(3.0)):
+        y = torch.from_dlpack(source, device=ONE)
+        assert y.device == ONE and y.tolist() == [0, 1, 2]
 
 
 def test_other_devices_export_as_before():

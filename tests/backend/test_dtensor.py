@@ -38,7 +38,7 @@ def placed(x, mesh, at):
 
     whole = [Replicate()] * mesh.ndim
     x = DTensor.from_local(x.detach().clone(), mesh, whole, run_check=False)
-    return x.redistribute(placements=[Replicate() if each is None else Shard(each) for each in at])
+    return x.redistribute(placements=[Replicate() if dim is None else Shard(dim) for dim in at])
 
 
 def at_of(x):
@@ -86,7 +86,7 @@ def run(function, sample, grads, place=None):
     if place:
         mesh = outs[0].device_mesh
         at = [[d if isinstance(d, int) else None for d in at_of(x)] for x in attached]
-        given = [placed(g, mesh, each) for g, each in zip(given, at, strict=True)]
+        given = [placed(g, mesh, dims) for g, dims in zip(given, at, strict=True)]
     got = torch.autograd.grad(attached, leaves, given, allow_unused=True)
     return outs, [], [torch.zeros_like(x) if g is None else g for g, x in zip(got, leaves, strict=True)]
 
@@ -166,8 +166,8 @@ DIFFERENTIABLE = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_operator(two, name):
-    ran = two.run(check_operator, name, 3)
-    assert len(set(ran)) == 1 and ran[0] >= 3
+    ran = two.run(check_operator, name, len(OPTIONS.get(name, "1")))
+    assert len(set(ran)) == 1 and ran[0] >= 1
 
 
 @pytest.mark.slow
@@ -236,7 +236,9 @@ def check_stays(name, shapes, options, where, outs_at, grads_at):
         assert grad.shape == x.shape
         if not (name == "rms_norm" and where == [1, R]):
             assert at_of(grad) == (at,), f"the gradient of {list(x.shape)} is {grad.placements}"
-    gathered = {str(each): count for each, count in traffic.get_comm_counts().items() if "reduce" not in str(each)}
+    counts = {str(call): count for call, count in traffic.get_comm_counts().items()}
+    # A broadcast is of the seed, at the first random operator of a process.
+    gathered = {call: count for call, count in counts.items() if "reduce" not in call and "broadcast" not in call}
     assert bool(gathered) == (where[0] == 1 and name in ("rms_norm", "quantize_rowwise")), gathered
 
 
@@ -290,7 +292,7 @@ def check_large_logits():
         sample = Sample(x * scale, weight.float(), target)
         expected = run(torch.ops.openreg.linear_cross_entropy, sample, True)
         for at in itertools.product((None, 0), (None, 0)):
-            places = iter([*([each] for each in at), [None]])
+            places = iter([*([dim] for dim in at), [None]])
             found = run(
                 torch.ops.openreg.linear_cross_entropy, sample, True, lambda x, _, at=places: placed(x, mesh, next(at))
             )
@@ -335,7 +337,7 @@ def check_half_types():
         x, weight = op.normal("openreg", dtype, (6, 8), (12, 8))
         target = torch.arange(6, device="openreg")
         expected = run(torch.ops.openreg.linear_cross_entropy, Sample(x, weight, target), True)
-        places = iter([each] for each in at)
+        places = iter([dim] for dim in at)
         sample = Sample(x, weight, target)
         found = run(
             torch.ops.openreg.linear_cross_entropy, sample, True, lambda x, _, at=places: placed(x, mesh, next(at))
@@ -385,7 +387,7 @@ def check_second_derivatives():
             expected = grads([x.detach().clone().requires_grad_() for x in values])
             for d in (0, -1) if name != "attention_backward" else (0,):  # DTensor refuses views of sharded dimensions
                 at = [[d % x.dim() if x.dim() and x.shape[d] >= mesh.size() else None] for x in values]
-                leaves = [placed(x, mesh, each).requires_grad_() for x, each in zip(values, at, strict=True)]
+                leaves = [placed(x, mesh, place).requires_grad_() for x, place in zip(values, at, strict=True)]
                 for got, grad in zip(grads(leaves), expected, strict=True):
                     assert_close(full(got), grad, msg=lambda text, name=name, at=at: f"{name} placed {at}: {text}")
 
@@ -406,7 +408,12 @@ def check_compiled():
     for x_at, weight_at in ((0, R), (R, 0)):
         both = []
         for place in (lambda x, at: x.clone(), lambda x, at: placed(x, mesh, [at])):
-            leaves = [place(x, x_at), place(norm, R), place(weight, weight_at), *(place(each, R) for each in weights)]
+            leaves = [
+                place(x, x_at),
+                place(norm, R),
+                place(weight, weight_at),
+                *(place(expert, R) for expert in weights),
+            ]
             leaves = [x.requires_grad_() for x in leaves]
             rest = place(target, x_at), leaves[3:], place(sizes, R)
             compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
@@ -446,7 +453,7 @@ def check_grouped_linear_stays():
             y = torch.ops.openreg.grouped_linear(x, weights, [], sizes)
             grads = torch.autograd.grad(y, [x, *weights], torch.ones_like(y))
         assert at_of(y) == (y_at,) and [at_of(grad) for grad in grads] == [(at,) for at in grads_at]
-        assert not [each for each in traffic.get_comm_counts() if "reduce" not in str(each)]
+        assert not [call for call in traffic.get_comm_counts() if "reduce" not in str(call)]
 
 
 CHECKS = [
@@ -629,7 +636,11 @@ def test_cudas_rules():
     ruled = {*propagator.op_strategy_funcs, *propagator.op_single_dim_strategy_funcs}
     keys = "CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd"
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    only = {each.name() for each in ruled if each.namespace == "aten" and not any(has(each.name(), k) for k in keys)}
+    only = {
+        operator.name()
+        for operator in ruled
+        if operator.namespace == "aten" and not any(has(operator.name(), k) for k in keys)
+    }
     kinds = [f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
     assert only == {*kinds, *(f"{name}_backward" for name in kinds), "aten::_fused_rms_norm_backward"}
 
@@ -675,9 +686,9 @@ def test_a_rule_has_the_placements_that_are_right_and_no_other(name):
     schema, chosen, split = overload._schema.arguments, random.Random(0), 0
     torch.manual_seed(0)
     for sample in map(sample_of, op.SAMPLES[name]("cpu", torch.float64)):
-        given = {each.name: each.default_value for each in schema}
+        given = {argument.name: argument.default_value for argument in schema}
         given |= dict(zip(given, sample.args, strict=False)) | sample.kwargs
-        names = [each for each, x in given.items() if isinstance(x, Tensor)]
+        names = [argument for argument, x in given.items() if isinstance(x, Tensor)]
 
         def run(tensors, given=given, overload=overload):
             out = overload(**given | tensors)
@@ -685,34 +696,40 @@ def test_a_rule_has_the_placements_that_are_right_and_no_other(name):
 
         whole = run({})
         seen = {key: Whole(x) if isinstance(x, Tensor) else x for key, x in given.items()} | {"shards": 2}
-        options = {each: [R, *(d for d, size in enumerate(given[each].shape) if size > 1)] for each in names}
-        placements = [dict(zip(names, each, strict=True)) for each in itertools.product(*options.values())]
+        options = {
+            argument: [R, *(d for d, size in enumerate(given[argument].shape) if size > 1)] for argument in names
+        }
+        placements = [dict(zip(names, choice, strict=True)) for choice in itertools.product(*options.values())]
         of_rule = {}
         for inputs, outs in op.call_with(rule, seen):
-            placement = {each: inputs.get(each) for each in names}
+            placement = {argument: inputs.get(argument) for argument in names}
             if placement in placements:
                 of_rule[tuple(placement.values())] = outs
         if len(placements) > MOST:
-            placements = chosen.sample(placements, MOST) + [dict(zip(names, each, strict=True)) for each in of_rule]
+            placements = chosen.sample(placements, MOST) + [dict(zip(names, choice, strict=True)) for choice in of_rule]
         for placement in placements:
             outs = of_rule.get(tuple(placement.values()))
             parts = [
-                {each: given[each].chunk(2, d)[rank].contiguous() for each, d in placement.items() if d is not None}
+                {
+                    argument: given[argument].chunk(2, d)[rank].contiguous()
+                    for argument, d in placement.items()
+                    if d is not None
+                }
                 for rank in (0, 1)
             ]
             try:
-                results = [run(each) for each in parts]
+                results = [run(part) for part in parts]
             except (RuntimeError, IndexError):
                 assert outs is None, f"{name} cannot run with {placement}"
                 continue
-            right = [ways(list(each), x) for each, x in zip(zip(*results, strict=True), whole, strict=True)]
+            right = [ways(list(halves), x) for halves, x in zip(zip(*results, strict=True), whole, strict=True)]
             if outs is not None:
-                assert all(at in each for at, each in zip(outs, right, strict=True)), (
+                assert all(at in allowed for at, allowed in zip(outs, right, strict=True)), (
                     f"{placement} gives {right}, not {outs}"
                 )
                 split += any(at is not None for at in placement.values())
-            elif all(right) and not all(R in each for each in right):
-                sharded = {(each, d) for each, d in placement.items() if d is not None}
+            elif all(right) and not all(R in allowed for allowed in right):
+                sharded = {(argument, d) for argument, d in placement.items() if d is not None}
                 assert sharded <= UNUSED.get(name, set()), f"no rule of {name} has {placement}, which gives {right}"
     assert split
 

@@ -10,6 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 from processes import python
+from torch._subclasses import FakeTensorMode
 from torch._utils import get_tensor_metadata, set_tensor_metadata
 
 D = torch.device("openreg")
@@ -210,6 +211,25 @@ def test_metadata_is_the_tensors_own():
     assert get_tensor_metadata(round_trip(x, map_location="cpu")) == {}
 
 
+def test_fake_tensors_keep_metadata():
+    """In a FakeTensorMode, and in the example inputs that a compiler gets."""
+    x, plain = torch.arange(3.0, device=D), torch.arange(3.0, device=D)
+    set_tensor_metadata(x, METADATA)
+    mode = FakeTensorMode()
+    assert get_tensor_metadata(mode.from_tensor(x)) == METADATA and get_tensor_metadata(mode.from_tensor(plain)) == {}
+    set_tensor_metadata(x, {"later": True})
+    assert get_tensor_metadata(mode.from_tensor(x)) == {"later": True}
+    assert mode.from_tensor(torch.ones(3)).device.type == "cpu"
+    found = []
+
+    def compiler(graph, inputs):
+        found.extend(get_tensor_metadata(tensor) for tensor in inputs)
+        return graph
+
+    torch.compile(lambda x, y: x + y, backend=compiler)(x, plain)
+    assert found == [{"later": True}, {}]
+
+
 def test_metadata_beside_a_conjugate():
     x = torch.ones(2, dtype=torch.complex64, device=D).conj()
     set_tensor_metadata(x, METADATA | {"conj": True})
@@ -360,7 +380,7 @@ if (pid := os.fork()) == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and x.tolist() == [1, 1, 1]
 """,
     "workers made by fork": """
-def on_device(batch): return torch.stack([torch.tensor(each, device="openreg:1") for each in batch])
+def on_device(batch): return torch.stack([torch.tensor(number, device="openreg:1") for number in batch])
 batches = list(DataLoader(range(6), batch_size=2, num_workers=2, collate_fn=on_device, multiprocessing_context="fork"))
 assert [b.tolist() for b in batches] == [[0, 1], [2, 3], [4, 5]] and batches[0].device == torch.device("openreg:1")
 """,
@@ -376,8 +396,7 @@ else: raise SystemExit("no error")
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("isolation", ["off", "strict"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name, isolation", [("sharing after fork", "off"), *((name, "strict") for name in PROGRAMS)])
 def test_processes(name, isolation):
     code = (
         "import os, torch, openreg_ops\n"

@@ -80,10 +80,10 @@ def test_metadata_of_cached_graphs():
 
     from openreg_ops.inductor import adapt
 
-    each = adapt.ADAPTATIONS["metadata_of_cached_graphs"]
+    adaptation = adapt.ADAPTATIONS["metadata_of_cached_graphs"]
     with fresh_cache(), torch._functorch.config.patch(enable_autograd_cache=True):
         assert [graphed()[0].saved for _ in range(2)] == [1, 1]
-        with patch.object(each.owner, each.name, each.original):
+        with patch.object(adaptation.owner, adaptation.name, adaptation.original):
             assert graphed()[0].saved == sys.maxsize
 
 
@@ -188,26 +188,22 @@ def test_pad_in_one_kernel():
 
 @pytest.mark.slow
 def test_no_precompiled_header(tmp_path):
-    """A package is built without the header; with it, of a device that has none, the compiler finds no file."""
+    """With the header of a device that has none, the compiler finds no file. test_export.py builds packages without it."""
     program = torch.export.export(torch.nn.ReLU(), (torch.randn(3, device="openreg"),))
-
-    def build(name):
-        return torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / name))
-
-    model = torch._inductor.aoti_load_package(build("with.pt2"))
-    assert model(torch.tensor([-1.0, 1.0, 2.0], device="openreg")).tolist() == [0.0, 1.0, 2.0]
     with without("no_precompiled_header"), pytest.raises(Exception, match="openreg"):
-        build("without.pt2")
+        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "without.pt2"))
 
 
 def attention(q):
     return flex_attention(q, q, q)
 
 
+# test_flex_attention.py has what the next two make possible.
+
+
 @pytest.mark.slow
 def test_flex_attention_template():
     q = torch.randn(1, 1, 20, 16, device="openreg")
-    torch.compile(attention)(q)
     with without("flex_attention_template"), pytest.raises(Exception, match="flex_attention"):
         torch.compile(attention)(q)
 
@@ -215,7 +211,6 @@ def test_flex_attention_template():
 @pytest.mark.slow
 def test_flex_attention_backward():
     q = torch.randn(1, 1, 20, 16, device="openreg", requires_grad=True)
-    torch.compile(attention)(q).sum().backward()
     with without("flex_attention_backward"), pytest.raises(Exception, match="flex_attention_backward"):
         torch.compile(attention)(q).sum().backward()
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from graphs import run_and_get_code, uncached
 from processes import python
-from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
@@ -28,6 +27,7 @@ def code(device, **options):
 def test_dynamo_lists_it_and_the_import_loads_no_compiler():
     program = (
         "import sys, torch, openreg_ops\n"
+        "x = torch.ones(3, device='openreg', requires_grad=True); x.sin().sum().backward()\n"
         "assert not {'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules)\n"
         "assert 'openreg' in torch._dynamo.list_backends()\n"
         "assert 'openreg' in torch.compiler.list_backends()\n"
@@ -64,46 +64,22 @@ def test_an_option_that_does_not_exist():
 
 
 @pytest.mark.slow
-def test_training():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2)).to("openreg")
-    x = torch.randn(4, 8, device="openreg")
-
-    def gradients(run):
-        model.zero_grad()
-        run(x).square().sum().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    assert_close(gradients(torch.compile(model, backend="openreg")), gradients(model))
-
-
-@pytest.mark.slow
 def test_graphs_are_counted_and_breaks_go_on():
-    """A graph on the CPU, between two on the device."""
-    counter = CompileCounterWithBackend("openreg")
+    """A graph on the CPU, between two on the device. Between graphs, Python sees what the first computed."""
+    counter, seen = CompileCounterWithBackend("openreg"), []
 
     @torch.compile(backend=counter)
     def program(x):
         host = (x + 1).cpu()
         torch._dynamo.graph_break()
+        seen.append(host.tolist())
         host = host * 2
         torch._dynamo.graph_break()
         return host.to("openreg") - 1
 
     x = torch.randn(4, device="openreg")
     assert_close(program(x), (x + 1) * 2 - 1)
-    assert counter.frame_count == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_autocast(dtype):
-    @torch.compile(backend="openreg", fullgraph=True)
-    def program(x):
-        with torch.autocast("openreg", dtype=dtype):
-            return x @ x
-
-    x = torch.randn(4, 4, device="openreg")
-    assert_close(program(x), x.to(dtype) @ x.to(dtype))
+    assert counter.frame_count == 3 and seen == [(x + 1).tolist()]
 
 
 def test_other_devices_are_refused():

@@ -13,17 +13,6 @@ def compiled(function, backend="eager"):
 
 
 @pytest.mark.slow
-def test_importing_the_package_loads_neither_dynamo_nor_inductor():
-    code = (
-        "import sys, torch, openreg_ops\n"
-        "x = torch.ones(3, device='openreg', requires_grad=True); x.sin().sum().backward()\n"
-        "assert not {'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules)\n"
-    )
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
 def test_the_device_is_registered_when_dynamo_was_imported_first():
     code = (
         "import torch, torch._dynamo, torch._inductor.compile_fx\n"
@@ -133,7 +122,7 @@ def test_synchronize():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_streams_and_events(backend):
     """Each way to make and enter a stream; the sleep shows an order that is not kept."""
     given, event = torch.openreg.Stream(), torch.openreg.Event()
@@ -161,7 +150,7 @@ def test_streams_and_events(backend):
         assert_close(graph(x).cpu(), expected)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_autocast(backend):
     """Inside the region, with its end, and around it, which is guarded."""
 
@@ -181,9 +170,8 @@ def test_autocast(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_a_dynamic_size_is_compiled_once(backend):
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+def test_a_dynamic_size_is_compiled_once():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     graph = torch.compile(lambda x: torch.softmax(x, -1) * 2, backend=counter, fullgraph=True)
     for size in (5, 8, 13):
         x = torch.randn(size, 7, device="openreg", requires_grad=True)
@@ -193,23 +181,6 @@ def test_a_dynamic_size_is_compiled_once(backend):
         seed = torch.randn_like(result)
         assert_close(torch.autograd.grad(result, x, seed), torch.autograd.grad(expected, x, seed))
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_a_graph_break(backend):
-    """Between the graphs Python runs, and sees what the first computed."""
-    counter, seen = torch._dynamo.testing.CompileCounterWithBackend(backend), []
-
-    def function(x):
-        y = x.sin()
-        torch._dynamo.graph_break()
-        seen.append(y.tolist())
-        return y.cos()
-
-    x = torch.randn(3, device="openreg")
-    assert_close(torch.compile(function, backend=counter)(x), x.sin().cos())
-    assert counter.frame_count == 2
-    assert_close(torch.tensor(seen[0]), x.sin().cpu())
 
 
 @pytest.mark.fast

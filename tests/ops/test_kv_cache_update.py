@@ -55,17 +55,22 @@ def inputs_of(num_slots=8, tokens=5, row=(2, 3), v_row=None, dtype=torch.float32
     slots = torch.as_tensor(slots)
     v_row = row if v_row is None else v_row
     return (
-        *(values(num_slots, *each, dtype=dtype, device=device) for each in (row, v_row)),
-        *(values(len(slots), *each, dtype=dtype, device=device) for each in (row, v_row)),
+        *(values(num_slots, *shape, dtype=dtype, device=device) for shape in (row, v_row)),
+        *(values(len(slots), *shape, dtype=dtype, device=device) for shape in (row, v_row)),
         slots.to(device),
     )
 
 
-def test_by_hand():
-    k_cache, v_cache = torch.zeros(4, 1, 1, device=DEVICE), torch.zeros(4, 1, 1, device=DEVICE)
-    k, v = kit.tensor([1.0, 2.0, 3.0]).view(3, 1, 1), kit.tensor([10.0, 20.0, 30.0]).view(3, 1, 1)
-    assert kv_cache_update_(k_cache, v_cache, k, v, kit.tensor([2, -1, 0])) is None
-    assert k_cache.flatten().tolist() == [3, 0, 1, 0] and v_cache.flatten().tolist() == [30, 0, 10, 0]
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+def test_by_hand(where):
+    k_cache, v_cache = torch.zeros(4, 1, 1, device=where), torch.zeros(4, 1, 1, device=where)
+    k, v = (torch.tensor(rows, device=where).view(3, 1, 1) for rows in ([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]))
+    slots = torch.tensor([2, -1, 0], device=where)
+    new = kv_cache_update(k_cache, v_cache, k, v, slots)
+    assert not k_cache.any() and not v_cache.any()
+    assert kv_cache_update_(k_cache, v_cache, k, v, slots) is None
+    for keys, values in (new, (k_cache, v_cache)):
+        assert keys.flatten().tolist() == [3, 0, 1, 0] and values.flatten().tolist() == [30, 0, 10, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,6 +116,7 @@ def test_writes_through_strides(layout):
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["one after the other", "interleaved"])
 def test_one_tensor_holds_both_caches(dim):
+    """Interleaved, [slots, 2, heads, head_dim], is vLLM's layout: they lie among each other and share nothing."""
     cache = values(2, 12, 2, 5) if dim == 0 else values(12, 2, 2, 5)
     inputs = values(3, 2, 5), values(3, 2, 5), kit.tensor([7, 0, 11])
     expected = reference(*cache.cpu().unbind(dim), *(x.cpu() for x in inputs))
@@ -178,6 +184,7 @@ def test_negative_views_beside_another_dtype(device):
         ([2**63 - 1], "but got slot 9223372036854775807"),
         ([3, 1, -1, 1], "expected slots without repetition, but got slot 1 at positions 1 and 3; give -1 to skip"),
         ([5, 5, 2, 2, 2], "but got slot 2 at positions 2 and 3"),
+        ([0, 3, 0], "but got slot 0 at positions 0 and 2"),
     ],
     ids=str,
 )
@@ -199,8 +206,6 @@ def test_rejects():
             ((k_cache, v_cache, k[1:], v, slots), "expected k of shape [5, 2, 3], a row of k_cache for each slot"),
             ((k_cache, v_cache, k, v.mT, slots), "expected v of shape [5, 2, 3], a row of v_cache for each slot"),
             ((k_cache, v_cache, k[:, 0], v, slots), "but got [5, 3]"),
-            ((k_cache, v_cache, k.double(), v, slots), "expected k of float32, the dtype of k_cache, but got float64"),
-            ((k_cache, v_cache.half(), k, v, slots), "expected v of float16, the dtype of v_cache, but got float32"),
             (
                 (k_cache, v_cache[1:], k, v, slots),
                 "expected v_cache with as many slots as k_cache, 8, but got [7, 2, 3]",
@@ -209,22 +214,8 @@ def test_rejects():
             ((k_cache[0, 0, 0], v_cache, k, v, slots), "expected k_cache of shape [num_slots, ...], but got a scalar"),
             ((k_cache, v_cache, k, v, slots.float()), "expected slots of int32 or int64, but got float32"),
             ((k_cache, v_cache, k, v, slots.view(1, -1)), "expected slots of one dimension, but got [1, 5]; flatten"),
-            ((k_cache, v_cache.cpu(), k, v, slots), "k_cache is on openreg:0 but v_cache is on cpu"),
-            ((k_cache, v_cache, k.cpu(), v, slots), "k_cache is on openreg:0 but k is on cpu; move one with .to()"),
-            ((k_cache, v_cache, k, v.to("openreg:1"), slots), "k_cache is on openreg:0 but v is on openreg:1"),
-            ((k_cache, v_cache, k, v, slots.cpu()), "k_cache is on openreg:0 but slots is on cpu"),
         ]:
             kit.check_error(op, *inputs, match=name + match if match.startswith(("exp", "k_")) else match)
-
-
-def test_interleaved_caches():
-    """The halves of one cache [slots, 2, heads, head_dim], in vLLM's layout, lie among each other and share nothing."""
-    (_, _, k, v, slots), both = inputs_of(), kit.random(8, 2, 2, 3)
-    expected = both.clone()
-    for half, rows in ((0, k), (1, v)):
-        expected[slots[slots >= 0], half] = rows[slots >= 0]
-    kv_cache_update_(both[:, 0], both[:, 1], k, v, slots)
-    assert torch.equal(both, expected)
 
 
 def test_rejects_caches_that_share_memory():
@@ -280,9 +271,9 @@ def test_views_of_one_storage_share_memory_where_they_have_a_byte_in_common(dtyp
             caches.append(storage.view(dtype).as_strided(shape, strides, chosen.randint(0, 100 // dtype.itemsize)))
         first, second = map(bytes_of, caches)
         call = functools.partial(kv_cache_update_, *caches, *(x[:1].clone() for x in caches), slots)
-        itself = [len(set(each)) < len(each) for each in (first, second)]
+        itself = [len(set(addresses)) < len(addresses) for addresses in (first, second)]
         if any(itself):
-            names = "|".join(name for name, each in zip(("k_cache", "v_cache"), itself, strict=True) if each)
+            names = "|".join(name for name, overlaps in zip(("k_cache", "v_cache"), itself, strict=True) if overlaps)
             refused[0] += 1
             with pytest.raises(RuntimeError, match=f"({names}) is expanded or overlaps itself"):
                 call()
@@ -348,7 +339,6 @@ def test_counts_as_a_change(where):
 
 def test_transforms():
     *rest, slots = inputs_of(5, 3, slots=[2, -1, 0])
-    kit.check_transforms(OP, *rest, slots, grads=False)
     for dims in ((0, 0, 0, 0, None), (0, 0, 0, 0, 0), (0, 0, None, None, 0), (1, 2, 0, 1, 0), (-1, 0, None, 2, 1)):
         caches = [torch.stack([x, x + 100, x + 200], d) for x, d in zip(rest[:2], dims, strict=False)]
         kv = [x if d is None else torch.stack([x, x + 1, x + 2], d) for x, d in zip(rest[2:], dims[2:], strict=False)]

@@ -112,7 +112,7 @@ def test_onednn_is_enabled_before_a_replay():
     graph.replay()
     expected = linear_cross_entropy_gradients(x, weight, target, None, None, wanted=(True, True, False))
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert all(bool((each == 1).all()) for each in neighbors)
+    assert all(bool((neighbor == 1).all()) for neighbor in neighbors)
 
 
 def test_onednn_is_disabled_while_a_loop_runs():
@@ -153,10 +153,11 @@ def test_ignored_rows():
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
 @pytest.mark.parametrize("count", [0, 3])
-def test_mean_of_no_rows(count):
-    x, weight, bias = (x.requires_grad_() for x in inputs(count, 4, classes=3))
-    loss = linear_cross_entropy(x, weight, torch.full((count,), -100, device=DEVICE), bias)
+def test_mean_of_no_rows(count, where):
+    x, weight, bias = (x.requires_grad_() for x in inputs(count, 4, classes=3, device=where))
+    loss = linear_cross_entropy(x, weight, torch.full((count,), -100, device=where), bias)
     loss.backward()
     assert loss.isnan()
     assert all(t.grad.shape == t.shape and t.grad.count_nonzero() == 0 for t in (x, weight, bias))
@@ -289,7 +290,7 @@ def test_mapped_gradients_and_the_second_derivative():
 
     gradients = torch.func.grad(loss, argnums=(0, 1, 2))
     batch = torch.stack([x, 2 * x, -x])
-    looped = [torch.stack(grads) for grads in zip(*(gradients(each, weight, bias) for each in batch), strict=True)]
+    looped = [torch.stack(grads) for grads in zip(*(gradients(sample, weight, bias) for sample in batch), strict=True)]
     with kit.no_vmap_fallback():
         mapped = torch.vmap(gradients, in_dims=(0, None, None))(batch, weight, bias)
     for actual, expected in zip(mapped, looped, strict=True):
@@ -320,26 +321,14 @@ def test_second_derivatives_after_the_inner_transform(reduction):
     refusing = [torch.func.grad(penalty), torch.func.jacrev(weight_gradient), compiled]
     if reduction != "none":
         refusing.append(torch.func.jacrev(torch.func.jacrev(loss)))
-    for each in refusing:
+    for function in refusing:
         with pytest.raises(RuntimeError, match="linear_cross_entropy: has no second derivative"):
-            each(x)
+            function(x)
     leaf = x.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="linear_cross_entropy: has no second derivative"):
         penalty(leaf).backward()
     host = torch.func.hessian(lambda x: loss(x, weight.cpu(), target.cpu()))(x.cpu())
     assert_close(torch.func.hessian(loss)(x).cpu(), host)
-
-
-def test_gradients_of_half_types_on_the_cpu():
-    target = targets(3, classes=10)
-    x, weight, bias = inputs(3, 4, classes=10, dtype=torch.float16)
-    for actual, device in zip(
-        linear_cross_entropy_gradients(*(t.cpu() for t in (x, weight, target, bias)), None),
-        linear_cross_entropy_gradients(x, weight, target, bias, None),
-        strict=True,
-    ):
-        assert actual.is_cpu and actual.dtype == device.dtype == torch.float32
-        assert_close(actual, device.cpu(), rtol=1e-4, atol=1e-5)
 
 
 def test_rejects_a_target_that_is_no_class():
@@ -355,32 +344,15 @@ def test_rejects():
     target = kit.tensor([0, 1])
     kit.check_error(OP, x.long(), weight, target, match="linear_cross_entropy: expected x of float32, float64, float16")
     kit.check_error(OP, random(), weight, target, match="expected x of at least one dimension")
-    kit.check_error(OP, x, weight.double(), target, match="expected weight of float32, the dtype of x, but got float64")
     kit.check_error(OP, x, weight.mT, target, match="weight of shape [classes, 3], at least one class by the last")
     kit.check_error(OP, x, weight[:0], target, match="dimension of x, but got [0, 3]")
     kit.check_error(OP, x, weight[0], target, match="dimension of x, but got [3]")
     kit.check_error(OP, x, weight, target.float(), match="expected target of int64 or int32, but got float32")
-    kit.check_error(
-        OP, x, weight, target[:1], match="target of shape [2], the same as x without its last dimension, but"
-    )
-    kit.check_error(
-        OP, x, weight, target, bias[:4], match="expected bias of shape [5], the classes of weight, but got [4]"
-    )
-    kit.check_error(OP, x, weight.cpu(), target, match="x is on openreg:0 but weight is on cpu; move one with .to()")
-    kit.check_error(OP, x, weight, target.cpu(), match="x is on openreg:0 but target is on cpu")
+    kit.check_error(OP, x, weight, target[:1], match="target of shape [2], the same as x without its last dimension, b")
+    kit.check_error(OP, x, weight, target, bias[:4], match="expected bias of shape [5], the classes of weight, but got")
     kit.check_error(lambda *a: OP(*a, reduction="avg"), x, weight, target, match='"sum" or "none", but got "avg"')
-    kit.check_error(
-        GRADIENTS,
-        x,
-        weight,
-        target,
-        None,
-        None,
-        match="wanted asks for the gradient of a bias, but got none; pass bias",
-    )
-    kit.check_error(
-        GRADIENTS, x, weight, target, bias, random(2), match="expected grad_loss of shape [], the same as its loss"
-    )
+    kit.check_error(GRADIENTS, x, weight, target, None, None, match="wanted asks for the gradient of a bias, but got n")
+    kit.check_error(GRADIENTS, x, weight, target, bias, random(2), match="expected grad_loss of shape [], the same as")
 
 
 def test_compiled_autograd_keeps_one_graph_and_the_refusal():

@@ -20,7 +20,6 @@ MODULES = [
     "openreg_ops.optim",
     "openreg_ops.testing",
     "openreg_tools",
-    "openreg_tools.abi",
     "openreg_tools.backends",
     "openreg_tools.check",
     "openreg_tools.compare",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import python as forked
 
 import openreg_ops
 from openreg_ops import environment, fallback
@@ -31,7 +32,7 @@ autoload = pytest.mark.skipif(
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `code` in a new interpreter that finds the same openreg_ops."""
+    """Runs `code` in a new interpreter that finds the same openreg_ops, for what happens as torch is imported."""
     path = str(Path(openreg_ops.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error", **environment}
     if environment["PYTHONPATH"] != path:  # the entry point is found in either case
@@ -90,7 +91,7 @@ def test_wheel_has_every_module(tmp_path):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "openreg_ops").rglob("*.py")}
     meta = {f"openreg_ops/{path.relative_to(ROOT)}" for path in (ROOT / "meta").glob("*.py")}
     templates = {
-        f"openreg_ops/tools/templates/{each}" for each in (*FILES, *(f"package/{file}" for file in PACKAGE_FILES))
+        f"openreg_ops/tools/templates/{file}" for file in (*FILES, *(f"package/{file}" for file in PACKAGE_FILES))
     }
     interface = {
         str(path.relative_to(ROOT)) for path in (ROOT / "openreg_ops").rglob("*") if path.suffix in (".h", ".cmake")
@@ -175,7 +176,7 @@ SENTENCE = (
 
 
 def test_another_torch_is_named_with_the_remedy(built_for_another_torch):
-    result = python("import openreg_ops", PYTHONPATH=built_for_another_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    result = forked("-c", "import openreg_ops", PYTHONPATH=built_for_another_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert result.returncode == 1
     assert result.stderr.splitlines() == [SENTENCE]
     assert "undefined symbol" not in result.stderr
@@ -190,7 +191,7 @@ def test_another_torch_is_named_by_autoload_too(built_for_another_torch):
 def test_not_built_says_what_to_do(built_for_another_torch):
     # Not removed: an editable install's finder would bring the checkout's.
     (Path(built_for_another_torch) / "openreg_ops" / "_build.py").write_text("raise ModuleNotFoundError('_build')\n")
-    result = python("import openreg_ops", PYTHONPATH=built_for_another_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    result = forked("-c", "import openreg_ops", PYTHONPATH=built_for_another_torch, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     remedy = "run `pip install --no-build-isolation -e .` in its source"
     assert result.stderr.splitlines() == [f"openreg_ops is not built here: {remedy}"]
 
@@ -202,7 +203,7 @@ PROPERTIES = "import torch, openreg_ops as _; print(torch.openreg.device_count()
 
 def test_device_count_and_memory():
     settings = {"OPENREG_DEVICE_COUNT": "3", "OPENREG_DEVICE_MEMORY": "64 MiB"}
-    result = python(PROPERTIES + "torch.empty(65 << 20, dtype=torch.uint8, device='openreg')", **settings)
+    result = forked("-c", PROPERTIES + "torch.empty(65 << 20, dtype=torch.uint8, device='openreg')", **settings)
     assert result.stdout.split() == ["3", str(64 << 20)]
     assert result.stderr.splitlines()[-1].startswith("torch.OutOfMemoryError")
 
@@ -228,12 +229,11 @@ def test_a_value_that_makes_no_sense_is_an_error(monkeypatch):
         "OPENREG_FALLBACK_DENY": ("aten::nosuch", ", but got 'aten::nosuch' (no operator matches 'aten::nosuch'; "),
     }
     for name, (value, sentence) in rules.items():  # checked before anything is loaded, and when it is read
-        result = python("import torch", **{name: value})  # which loads the device
-        assert result.returncode == 1 and result.stderr.count("\n") == 1 and sentence in result.stderr
-        assert result.stderr.startswith(f"openreg_ops: {name}: expected ")
-        code = "try: import torch\nexcept RuntimeError as error: print(type(error.__cause__).__name__)"
-        assert python(code, **{name: value}).stdout == "WrongVariable\n"
-    result = python("raise ValueError('another')", OPENREG_DEVICE_COUNT="1")
+        code = "try: import torch\nexcept RuntimeError as error: print(type(error.__cause__).__name__); raise"
+        result = python(code, **{name: value})  # torch loads the device
+        assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "WrongVariable\n", 1)
+        assert result.stderr.startswith(f"openreg_ops: {name}: expected ") and sentence in result.stderr
+    result = forked("-c", "raise ValueError('another')", OPENREG_DEVICE_COUNT="1")
     assert result.stderr.startswith("Traceback")
 
 

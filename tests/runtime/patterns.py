@@ -1,10 +1,43 @@
-"""Patterns with several streams, from PyTorch's and NVIDIA's examples. Each is correct by default."""
+"""Patterns with several streams, from PyTorch's and NVIDIA's examples, each correct by default; what the host does."""
+
+import io
+import pickle
 
 import torch
 from torch import nn
 
 DEVICE = "openreg"
 current = torch.openreg.current_stream
+
+
+def polled(end):
+    while not end.query():
+        pass
+
+
+# Ways in which the host waits for the work of the current stream.
+HOST_WAITS = {
+    "stream": lambda: current().synchronize(),
+    "event": lambda: current().record_event().synchronize(),
+    "device": lambda: torch.openreg.synchronize(),
+    "value": lambda: torch.ones(1, device=DEVICE).sum().item(),
+    "poll": lambda: polled(current().record_event()),
+    "poll, stream": lambda: polled(current()),
+}
+# Ways in which the host uses the values of a tensor in its memory.
+HOST_READS = {
+    "item": lambda host: host[3].item(),
+    "sum": lambda host: host.sum(),
+    "add": lambda host: host + 1,
+    "view": lambda host: host.view(2, -1)[1] + 1,
+    "to the device": lambda host: host.to(DEVICE),
+    "numpy": lambda host: host.numpy(),
+    "tolist": lambda host: host[:3].tolist(),
+    "print": lambda host: str(host),
+    "save": lambda host: torch.save({"host": host}, io.BytesIO()),
+    "pickle": lambda host: pickle.dumps(host),
+    "write": lambda host: host.zero_(),
+}
 
 
 def model():

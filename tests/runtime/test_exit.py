@@ -6,17 +6,14 @@ from processes import python
 pytestmark = pytest.mark.processes
 
 PROGRAMS = {
-    "backward": "x = torch.ones(3, device=D, requires_grad=True); (x * 2).sum().backward()",
-    "both devices": "[torch.ones(3, device=f'{D}:{i}', requires_grad=True).exp().sum().backward() for i in (0, 1)]",
-    "globals alive": "import openreg_ops; keep = [torch.randn(1000, device=D) for _ in range(100)]",
-    "pinned alive": "keep = torch.ones(10).pin_memory()",
-    "threads": "import threading; [threading.Thread(target=lambda: torch.ones(9, device=D).sum()).start() for _ in range(8)]",
-    "python function": (
+    "objects alive": (
+        "keep = [torch.ones(3, device=f'{D}:{i}', requires_grad=True) for i in (0, 1)], torch.ones(10).pin_memory()\n"
         "class F(torch.autograd.Function):\n"
         "    forward = staticmethod(lambda ctx, x: x * 1)\n"
         "    backward = staticmethod(lambda ctx, g: g)\n"
-        "F.apply(torch.ones(3, device=D, requires_grad=True)).sum().backward()"
+        "[F.apply(x.exp()).sum().backward() for x in keep[0]]"
     ),
+    "threads": "import threading; [threading.Thread(target=lambda: torch.ones(9, device=D).sum()).start() for _ in range(8)]",
     "backward at exit": "import atexit; x = torch.ones(3, device=D, requires_grad=True); atexit.register(lambda: x.sum().backward())",
 }
 

@@ -8,108 +8,54 @@ from processes import python
 from stream_kit import captured, in_threads
 from torch import nn
 
+DRAWS = {
+    "dropout": lambda p: nn.functional.dropout(p, 0.4),
+    "rrelu": lambda p: nn.functional.rrelu(p - 0.5, training=True),
+    "alpha_dropout": lambda p: nn.functional.alpha_dropout(p, 0.3, training=True),
+    "dropout_add": lambda p: torch.ops.openreg.dropout_add(p, p, 0.5)[0],
+    "bernoulli": lambda p: torch.bernoulli(p),
+    "normal": lambda p: torch.normal(p + 1, 1.0),
+    "normal of two tensors": lambda p: torch.normal(p, p + 1),
+    "poisson": lambda p: torch.poisson(p * 5),
+    "rand": lambda p: torch.rand(49, device=DEVICE),
+    "randint": lambda p: torch.randint(0, 30, (50,), device=DEVICE, dtype=torch.float32),
+    "randn": lambda p: torch.randn(5, device=DEVICE),
+    "multinomial": lambda p: torch.multinomial(p, 20, replacement=True),
+    "randperm": lambda p: torch.randperm(50, device=DEVICE),
+}
 
-def test_random_numbers_are_those_of_eager_mode():
-    x = torch.ones(100, device=DEVICE)
 
-    def f():
-        return (
-            torch.rand(7, device=DEVICE),
-            torch.nn.functional.dropout(x, 0.3),
-            torch.randn(5, device=DEVICE),
-            torch.ops.openreg.dropout_add(x, x, 0.5)[0],
-        )
-
-    g, out = captured(f)
-    torch.openreg.manual_seed(3)
-    expected = [[y.cpu() for y in f()] for _ in range(3)]
-    torch.openreg.manual_seed(3)
-    for each in expected:
-        g.replay()
-        for y, e in zip(out, each, strict=True):
-            assert torch.equal(y.cpu(), e)
-    assert not torch.equal(expected[0][0], expected[1][0])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_replays_draw_the_numbers_of_eager_mode(draw):
+    """Two calls in a graph, replayed between calls in eager mode, draw what these would draw, from whichever seed."""
+    p, draw = torch.rand(50, device=DEVICE), DRAWS[draw]
+    graph, out = captured(lambda: (draw(p), draw(p)))
+    for seed in (6, 314):
+        torch.openreg.manual_seed(seed)
+        expected = [draw(p).cpu() for _ in range(8)]
+        torch.openreg.manual_seed(seed)
+        found = []
+        for _ in range(2):
+            found += [draw(p).cpu(), draw(p).cpu()]
+            graph.replay()
+            found += [y.cpu() for y in out]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert not torch.equal(expected[2], expected[3])
 
 
 def test_generators_are_registered():
     generator = torch.Generator(DEVICE)
-    g = torch.openreg.Graph()
-    with (
-        pytest.raises(torch.AcceleratorError, match="register_generator_state"),
-        torch.openreg.graph(g),
-    ):
-        torch.rand(3, device=DEVICE, generator=generator)
-    g = torch.openreg.Graph()
-    g.register_generator_state(generator)
-    with torch.openreg.graph(g):
+    with pytest.raises(torch.AcceleratorError, match="register_generator_state"):
+        captured(lambda: torch.rand(3, device=DEVICE, generator=generator))
+    graph = torch.openreg.Graph()
+    graph.register_generator_state(generator)
+    with torch.openreg.graph(graph):
         y = torch.rand(3, device=DEVICE, generator=generator)
     generator.manual_seed(5)
-    g.replay()
+    graph.replay()
     first = y.cpu()
     generator.manual_seed(5)
     assert torch.equal(first, torch.rand(3, device=DEVICE, generator=generator).cpu())
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda x: nn.functional.dropout(x, 0.4),
-        lambda x: nn.functional.rrelu(x - 0.5, training=True),
-        lambda x: nn.functional.alpha_dropout(x, 0.3, training=True),
-    ],
-    ids=["dropout", "rrelu", "alpha_dropout"],
-)
-def test_replays_draw_between_eager_calls(draw):
-    """The sequence of numbers continues, whatever draws from it."""
-    x = torch.rand(200, device=DEVICE)
-    graph, y = captured(lambda: draw(draw(x)))
-    torch.openreg.manual_seed(5)
-    expected = [draw(draw(x)) for _ in range(5)]
-    torch.openreg.manual_seed(5)
-    for i, each in enumerate(expected):
-        if i % 2:
-            graph.replay()
-            assert torch.equal(y, each)
-        else:
-            assert torch.equal(draw(draw(x)), each)
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda p: torch.bernoulli(p),
-        lambda p: torch.normal(p + 1, 1.0),
-        lambda p: torch.normal(p, p + 1),
-        lambda p: torch.poisson(p * 5),
-        lambda p: torch.rand(50, device=DEVICE),
-        lambda p: torch.randint(0, 30, (50,), device=DEVICE, dtype=torch.float32),
-        lambda p: torch.randn(50, device=DEVICE),
-        lambda p: torch.multinomial(p, 20, replacement=True),
-        lambda p: torch.randperm(50, device=DEVICE),
-    ],
-    ids=[
-        "bernoulli",
-        "normal",
-        "normal of two tensors",
-        "poisson",
-        "rand",
-        "randint",
-        "randn",
-        "multinomial",
-        "randperm",
-    ],
-)
-def test_functions_that_draw(draw):
-    """Two calls in a graph draw what the second and third call of eager mode draw, from whichever seed."""
-    p = torch.rand(50, device=DEVICE)
-    graph, out = captured(lambda: (draw(p), draw(p)))
-    for seed in (6, 314):
-        torch.openreg.manual_seed(seed)
-        first, *expected = (draw(p) for _ in range(3))
-        torch.openreg.manual_seed(seed)
-        assert torch.equal(draw(p), first)
-        graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
 
 
 def test_graphs_with_two_generators():

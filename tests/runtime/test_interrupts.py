@@ -3,10 +3,10 @@
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 
 import pytest
+from processes import python
 
 pytestmark = pytest.mark.processes
 
@@ -40,8 +40,8 @@ def works():
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess:
-    program = [sys.executable, "-P", "-c", code]
-    return subprocess.run(program, capture_output=True, text=True, timeout=200, env=environment)
+    """A process that loads the device where the code says so, and ends with torch's destructors."""
+    return python("-c", code, timeout=200, destructors=True, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **environment)
 
 
 def check(code: str, after: str = "", **environment: str) -> None:
@@ -264,43 +264,3 @@ def test_ctrl_c_ends_the_wait_at_the_end():
     finally:
         program.kill()
     assert out == DROPPED + "\n" and "KeyboardInterrupt" in err and "Aborted" not in err
-
-
-def test_a_collective_can_be_interrupted():
-    """Rank 1 is late. The interrupted work continues, and a later wait gets its result."""
-    code = (
-        BEGIN
-        + """
-import torch.distributed as dist
-rank = int(sys.argv[1])
-dist.init_process_group("occl", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-go = dist.FileStore(sys.argv[2] + ".go", 2)
-x = torch.full((4,), rank + 1.0, device=D)
-if rank == 0:
-    work = dist.all_reduce(x, async_op=True)
-    interrupted(work.wait)
-    assert not work.is_completed()
-    go.set("go", "1")
-    work.wait()
-else:
-    go.get("go")
-    dist.all_reduce(x)
-assert x.tolist() == [3, 3, 3, 3]
-dist.barrier()
-works()
-dist.destroy_process_group()
-"""
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        programs = [
-            subprocess.Popen(
-                [sys.executable, "-P", "-c", code, str(rank), f"{folder}/store"], stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(2)
-        ]
-        try:
-            ended = [(program.communicate(timeout=100)[1], program.returncode) for program in programs]
-        finally:
-            for program in programs:
-                program.kill()
-    assert [code for _, code in ended] == [0, 0], ended

@@ -121,7 +121,7 @@ def test_two_threads_that_wait_for_memory_share_the_limit():
         in_threads(allocate, allocate)
     finally:
         torch.openreg.set_per_process_memory_fraction(1.0, 1)
-    kinds = sorted(type(each).__name__ for each in outcomes)
+    kinds = sorted(type(outcome).__name__ for outcome in outcomes)
     outcomes.clear()  # an error's traceback refers to the list, and the tensor would live until garbage is collected
     assert kinds == ["OutOfMemoryError", "Tensor"]
 
@@ -383,41 +383,34 @@ def test_history_of_a_training_step_on_autograds_threads(history):
     assert len(trace) > 50
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_more_memory_than_there_are_addresses_for():
-    code = (
-        "import torch, openreg_ops\ntry: torch.ones(1, device='openreg')\nexcept torch.OutOfMemoryError as e: print(e)"
-    )
-    done = python("-c", code, OPENREG_DEVICE_MEMORY="900 TiB")
-    assert "cannot reserve address space for 2 devices of 900.00 TiB; lower OPENREG_DEVICE_MEMORY" in done.stdout, (
-        done.stderr
-    )
+OF_THIS_SIZE = {
+    "900 TiB": (None, "try: torch.ones(1, device='openreg')\nexcept torch.OutOfMemoryError as error: print(error)"),
+    "2048 gb": (2 << 40, "assert torch.ones(3, device='openreg').sum() == 3"),  # more than the machine has
+    "65536k": (64 << 20, """
+# Freed blocks of one size class must be able to become another's, else memory is lost to fragmentation.
+for size in (32, 28, 24, 20, 7):
+    keep = [torch.empty(size * 1024, dtype=torch.uint8, device='openreg') for _ in range(60 * 1024 // size)]
+    del keep
+torch.empty(60 << 20, dtype=torch.uint8, device='openreg')
+torch.openreg.empty_cache()
+assert torch.openreg.memory_reserved() == 0 == torch.openreg.memory_allocated()
+"""),
+    "1.5 gb": (3 << 29, ""),
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_more_memory_than_the_machine_has():
-    code = "import torch, openreg_ops; print(torch.ones(3, device='openreg').sum().item())"
-    done = python("-c", code, OPENREG_DEVICE_MEMORY="2 TiB")
-    assert done.stdout == "3.0\n", done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_pages_go_from_one_size_to_another():
-    """Freed blocks of one size class must be able to become another's, else memory is lost to fragmentation."""
-    code = (
-        "import torch, openreg_ops\n"
-        "for size in (32, 28, 24, 20, 7):\n"
-        "    keep = [torch.empty(size * 1024, dtype=torch.uint8, device='openreg') for _ in range(60 * 1024 // size)]\n"
-        "    del keep\n"
-        "torch.empty(60 << 20, dtype=torch.uint8, device='openreg')\n"
-        "torch.openreg.empty_cache()\n"
-        "assert torch.openreg.memory_reserved() == 0 == torch.openreg.memory_allocated()\n"
-    )
-    done = python("-c", code, OPENREG_DEVICE_MEMORY="64MiB")
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("text", OF_THIS_SIZE)
+def test_the_size_of_the_memory(text):
+    size, code = OF_THIS_SIZE[text]
+    show = "print(torch.openreg.mem_get_info()[1], torch.openreg.mem_get_info(1)[1])\n" if size else ""
+    done = python("-c", f"import torch, openreg_ops\n{show}{code}", OPENREG_DEVICE_MEMORY=text)
+    if size:
+        assert (done.stdout.split(), done.stderr) == ([str(size)] * 2, "")
+    else:
+        sentence = "cannot reserve address space for 2 devices of 900.00 TiB; lower OPENREG_DEVICE_MEMORY"
+        assert sentence in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("augment", [False, True])
@@ -454,11 +447,3 @@ def test_a_unit_begins_at_1024_of_the_one_below(size):
         pytest.raises(torch.OutOfMemoryError, match=rf"Tried to allocate {UNITS[size]}\."),
     ):
         torch.openreg.caching_allocator_alloc(size, 1)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("text", "size"), [("1.5 gb", 3 * GIB // 2), ("4096k", 4 * MIB)])
-def test_the_size_of_the_memory_is_in_these_units(text, size):
-    code = "import torch; print(torch.openreg.mem_get_info()[1], torch.openreg.mem_get_info(1)[1])"
-    done = python("-c", code, OPENREG_DEVICE_MEMORY=text)
-    assert done.stdout.split() == [str(size)] * 2, done.stderr

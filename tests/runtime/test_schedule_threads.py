@@ -1,6 +1,5 @@
 """Threads of a program whose orders are tried run by themselves: what they launch is ordered, and nothing hangs."""
 
-import faulthandler
 import os
 import signal
 import subprocess
@@ -18,13 +17,6 @@ from openreg_ops import _C
 DEVICE = "openreg"
 current = torch.openreg.current_stream
 schedules = torch.openreg.schedules
-
-
-@pytest.fixture(autouse=True)
-def never_hangs():
-    faulthandler.dump_traceback_later(300, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 # ---- ways in which one thread waits for another one ----

@@ -25,14 +25,6 @@ def streams():
     return named | {f"urgent{i}": torch.openreg.Stream(i, priority=-1) for i in (0, 1)}
 
 
-@pytest.fixture(params=["inline", "async"])
-def mode(request):
-    with torch.openreg.launch_mode(request.param):
-        yield request.param
-        torch.openreg.synchronize(0)
-        torch.openreg.synchronize(1)
-
-
 # ---- calls for which the host waits ----
 
 FIRST, SECOND = ["default0", "a0", "b0", "urgent0"], ["default1", "a1", "b1", "urgent1"]
@@ -199,13 +191,13 @@ def test_a_stream_waits_for_these_streams_alone(name, streams, mode):
                 stack.callback(torch.openreg.set_stream, torch.openreg.current_stream(i))
             work = stack.enter_context(held(stream))
             call(streams)
-            events = {each: recorded(other) for each, other in streams.items()}
-            behind = {each for each in streams if each == busy or (busy, each) in expected}
-            for each in streams.keys() - behind:
-                events[each].synchronize()
+            events = {other: recorded(stream) for other, stream in streams.items()}
+            behind = {other for other in streams if other == busy or (busy, other) in expected}
+            for other in streams.keys() - behind:
+                events[other].synchronize()
             assert not work.released.is_set(), f"with work on {busy}, another stream waits that should not"
-            for each in behind:
-                assert not events[each].query(), f"{each} does not wait for {busy}"
+            for other in behind:
+                assert not events[other].query(), f"{other} does not wait for {busy}"
 
 
 # ---- memory that a stream still uses ----
@@ -231,9 +223,9 @@ def test_memory_is_reused_when_each_stream_that_used_it_is_done(which, size, dev
             x.record_stream(user)
         del x
         kept = [memory(device, size) for _ in range(20)]
-        assert address not in {each.data_ptr() for each in kept}
+        assert address not in {tensor.data_ptr() for tensor in kept}
     kept += [memory(device, size) for _ in range(20)]
-    assert address in {each.data_ptr() for each in kept}
+    assert address in {tensor.data_ptr() for tensor in kept}
 
 
 @pytest.mark.parametrize("device", ["openreg:0", "openreg:1"])
@@ -247,7 +239,7 @@ def test_memory_that_no_stream_was_recorded_for_is_reused_at_once(size, device, 
         x.record_stream(stream)  # its own
         del x
         kept = [memory(device, size) for _ in range(20)]
-        assert address in {each.data_ptr() for each in kept}
+        assert address in {tensor.data_ptr() for tensor in kept}
 
 
 @pytest.mark.parametrize("device", ["openreg:0", "openreg:1"])
@@ -258,11 +250,11 @@ def test_free_memory_of_a_busy_stream_goes_to_no_other(device, mode):
     with held(stream):
         with stream:
             x = [memory(device, size) for size in SIZES.values()]
-        addresses = {each.data_ptr() for each in x}
+        addresses = {tensor.data_ptr() for tensor in x}
         del x
         torch.openreg.empty_cache()
         kept = [memory(device, size) for size in SIZES.values() for _ in range(20)]
-        assert not addresses & {each.data_ptr() for each in kept}
+        assert not addresses & {tensor.data_ptr() for tensor in kept}
 
 
 def test_memory_that_autograd_hands_to_another_stream_is_recorded():
@@ -293,34 +285,36 @@ def test_memory_that_autograd_hands_to_another_stream_is_recorded():
     with torch.openreg.launch_mode("async"), held(taker), giver:
         z.backward(torch.ones_like(z))
         kept = allocate()
-        assert addresses[0] not in {each.data_ptr() for each in kept}
+        assert addresses[0] not in {tensor.data_ptr() for tensor in kept}
     kept += allocate()
-    assert addresses[0] in {each.data_ptr() for each in kept}
+    assert addresses[0] in {tensor.data_ptr() for tensor in kept}
     torch.openreg.synchronize()
     assert x.grad.unique().tolist() == [6]
 
 
+@pytest.mark.parametrize("to", ["device", "host"])
 @pytest.mark.parametrize("which", [0, 1], ids=["the first", "the second"])
 @pytest.mark.parametrize("numbers", [100, 1 << 19])
-def test_pinned_memory_is_reused_when_each_copy_is_done(numbers, which):
-    """Copies on two streams, of which one is busy, to two devices."""
+def test_pinned_memory_is_reused_when_each_copy_is_done(numbers, which, to):
+    """Copies on two streams, of which one is busy, to or from two devices."""
     streams = [torch.openreg.Stream(i) for i in (0, 1)]
-    x = [torch.zeros(numbers, device=f"openreg:{i}") for i in (0, 1)]
+    xs = [torch.ones(numbers, device=f"openreg:{i}") for i in (0, 1)]
     torch.openreg.synchronize(0), torch.openreg.synchronize(1)
-    host = torch.ones(numbers, pin_memory=True)
+    host = torch.full((numbers,), 2.0).pin_memory()
     address = host.data_ptr()
     with held(streams[which]):
-        for stream, each in zip(streams, x, strict=True):
+        for stream, x in zip(streams, xs, strict=True):
             with stream:
-                each.copy_(host, non_blocking=True)
+                x.copy_(host, non_blocking=True) if to == "device" else host.copy_(x, non_blocking=True)
         del host
         kept = [torch.full((numbers,), 7.0).pin_memory() for _ in range(20)]
-        assert address not in {each.data_ptr() for each in kept}
+        assert address not in {other.data_ptr() for other in kept}
     kept += [torch.empty(numbers, pin_memory=True) for _ in range(20)]
-    assert address in {each.data_ptr() for each in kept}
-    for stream, each in zip(streams, x, strict=True):
+    assert address in {other.data_ptr() for other in kept}
+    for stream, x in zip(streams, xs, strict=True):
         stream.synchronize()
-        assert each.unique().tolist() == [1]
+        assert x.unique().tolist() == [2 if to == "device" else 1]
+    assert all(other.unique().tolist() == [7] for other in kept[:20])
 
 
 # ---- random numbers ----
@@ -366,9 +360,9 @@ def test_replays_that_draw_keep_their_order_on_two_streams(mode):
     """The second graph draws after the first one, which has not begun."""
     graphs = [torch.openreg.Graph() for _ in range(2)]
     x = [torch.zeros(100, device="openreg") for _ in graphs]
-    for graph, each in zip(graphs, x, strict=True):
+    for graph, tensor in zip(graphs, x, strict=True):
         with torch.openreg.graph(graph):
-            each.uniform_()
+            tensor.uniform_()
     torch.openreg.manual_seed(3)
     expected = [torch.rand(100, device="openreg").cpu() for _ in graphs]
     torch.openreg.manual_seed(3)
@@ -379,5 +373,5 @@ def test_replays_that_draw_keep_their_order_on_two_streams(mode):
                 graph.replay()
         assert not recorded(streams[1]).query()
     torch.openreg.synchronize()
-    for each, wanted in zip(x, expected, strict=True):
-        assert torch.equal(each.cpu(), wanted)
+    for tensor, wanted in zip(x, expected, strict=True):
+        assert torch.equal(tensor.cpu(), wanted)

@@ -146,7 +146,7 @@ def test_intervals_and_verdicts():
     slowed = timing.compared([1.0, 2.0, 3.0] * 20, [2.0, 4.0, 6.0] * 20)  # a busy machine slows both sides
     assert (slowed.low, slowed.ratio, slowed.high, slowed.measured) == (2, 2, 2, 4)
     few = timing.compared([1.0] * 5, [0.5] * 5)
-    average = timing.mean([timing.Comparison(1, 2, 1.9, 2.1), timing.Comparison(1, 0.5, 0.45, 0.55)])
+    average = timing.mean([timing.Speeds(1, 2, 1.9, 2.1), timing.Speeds(1, 0.5, 0.45, 0.55)])
     assert average.ratio == pytest.approx(1) and 0.93 < average.low < 1 < average.high < 1.06
     for found, target, said in (
         (slowed, 2.0, "reached"),

@@ -1,6 +1,6 @@
-"""The checker: a broken operator for each thing that it says, good ones that pass, and how it runs.
+"""The checker: an operator for each thing that it says, good ones that pass, and how it runs.
 
-tests/tools/mistakes has operators of different shape for each kind of mistake.
+tests/tools/mistakes has operators of different shape for each kind of mistake, and what the checker says of them.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
-import contextlib
 import ctypes
 import functools
-import io
 import json
 import os
 import re
@@ -20,11 +18,11 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import types
 import warnings
 from pathlib import Path
 
+import mistakes
 import pytest
 import torch
 from processes import python
@@ -38,7 +36,7 @@ from openreg_tools.check.case import Case
 from openreg_tools.check.checker import derived, operator
 from openreg_tools.check.checks import CHECKS, SLOW, unbacked
 from openreg_tools.check.checks.derivatives import derivative
-from openreg_tools.check.report import MARKS, Report, Result
+from openreg_tools.check.report import Report, Result
 from openreg_tools.check.settings import preserved
 from openreg_tools.conformance import generate
 from openreg_tools.core.options import Wrong
@@ -51,17 +49,11 @@ NUMBERS = (torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) + 0.5,)
 ONES = (torch.ones(4, 6),)
 
 
-def only_result(*arguments, **options):
-    """The one result of a check."""
-    (result,) = check(*arguments, **options).results
-    return result
-
-
-# ---- one broken operator for each sentence ----
+# ---- an operator for each sentence ----
 
 
 class Broken:
-    """An operator broken::NAME, its sample, and the sentence that a check must end in."""
+    """An operator broken::NAME, its sample, and the sentence that a check must end in; correct ones have another status."""
 
     def __init__(self, row, sentence, kernel=None, *, inputs=NUMBERS, device=None, reference=None, status="fail",
                  mode="error", intended_gradient=None, **how):  # fmt: skip
@@ -105,7 +97,7 @@ def define(
         LIBRARY.define(f"{name}.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
         LIBRARY.impl(f"{name}.out", out, "CPU")
     for where, function in kernels.items():
-        LIBRARY.impl(name, functools.partial(function, op), where)
+        LIBRARY.impl(name, functools.partial(function, op) if function else torch.library.fallthrough_kernel, where)
     if sharding:
         from torch.distributed.tensor.experimental import register_sharding
 
@@ -147,11 +139,6 @@ PAIR = "(Tensor x, Tensor y) -> Tensor"
 PAIRS = (NUMBERS[0], NUMBERS[0] + 1)
 TWO = "(Tensor x) -> (Tensor, Tensor)"
 VIEW = "(Tensor(a) x) -> Tensor(a)"
-
-
-def pair_backward(ctx, g):
-    x, y = ctx.saved_tensors
-    return g * y, g * x
 
 
 class Function(torch.autograd.Function):
@@ -196,29 +183,6 @@ def sine_whose_second(second):
     return dict(kernel=torch.sin, backward=lambda ctx, g: g * Cosine.apply(*ctx.saved_tensors, second))
 
 
-def refuse(*_arguments):
-    raise RuntimeError("it has no second derivative")
-
-
-def keeps(second, x):
-    """Its derivative is a constant under torch.func, and what `second` says elsewhere."""
-    if torch._C._are_functorch_transforms_active():
-        constant = x.detach()
-        return constant.sin() + (x - constant) * constant.cos()
-
-    class Sine(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * Cosine.apply(*ctx.saved_tensors, second)
-
-    return Sine.apply(x)
-
-
 def grad_in_no_grad(x):
     with torch.enable_grad():
         return (x if x.requires_grad else x.detach().requires_grad_()).sin()
@@ -255,13 +219,6 @@ def aligned(x):
     return x * 2
 
 
-def vectors_of(x, new):
-    """Only whole vectors of 8 elements are written."""
-    out, n = new(x.shape), x.numel() // 8 * 8
-    out.view(-1)[:n] = x.reshape(-1)[:n]
-    return out
-
-
 def reads_whole_vectors(x):
     """The maximum of x and of what completes its last vector in memory."""
     n = min(-(-x.numel() // 8) * 8, x.untyped_storage().nbytes() // x.element_size() - x.storage_offset())
@@ -275,37 +232,14 @@ def writes_around(x):
         x.as_strided((1,), (1,), 0).zero_()
 
 
-def sum_in_half(x):
-    total = torch.zeros_like(x[..., 0])
-    for i in range(x.shape[-1]):
-        total += x[..., i]
-    return total
-
-
 def of_threads(x):
     return x * (1 if x.numel() < 1000 or torch.get_num_threads() == 1 else 2)
 
 
-BUFFER = torch.empty(4, 6)
 STUCK = threading.Event()
 
 
-def shares_a_buffer(x):
-    BUFFER.copy_(x)
-    time.sleep(0.001)
-    return BUFFER.clone()
-
-
-BUFFERS = {}
 DRAWS = "(Tensor x, Generator? g=None) -> Tensor"
-
-
-def buffer_for(x):
-    return BUFFERS.setdefault((x.shape, x.dtype), torch.empty_like(x)).copy_(x)
-
-
-def doubles_once(x, memo={}):  # noqa: B006 -- it keeps the tensors, so that no other gets the address of one
-    return memo.setdefault(x.data_ptr(), (x, x * 2))[1].clone()
 
 
 def of_the_first_device(x, memo={}):  # noqa: B006
@@ -321,11 +255,6 @@ def unseeded():
     generator = torch.Generator()
     generator.seed()
     return generator
-
-
-def on_the_default_stream(x):
-    with torch.openreg.stream(torch.openreg.default_stream(x.device)):
-        return x * 2
 
 
 def first_of(x, at_once):
@@ -401,13 +330,16 @@ def helper(which):
             return g * x.cos()
 
         return torch.library.custom_op("broken::helper_raises", kernel, mutates_args=())
-    if which == "strides":
-        return define("helper_strides", lambda g: (g * 2).contiguous())
     if which == "loop":
         return define("helper_loop", double)
-    if which == "int":
-        return define("helper_int(Tensor g, int n) -> Tensor", lambda g, n: g * 2, lambda g, n: torch.empty_like(g))
+    if which == "halves":
+        return define("helper_halves", halves, sharding=by_rows)
     return define("helper_vmap", double, vmap=lambda info, dims, x: (x * 3, dims[0]))
+
+
+def if_contiguous(x, out):
+    out = out.resize_(x.shape) if not out.numel() else out
+    return out.copy_(x * 2) if out.is_contiguous() else out
 
 
 def shrink(x):
@@ -419,6 +351,16 @@ def by_rows(x):
     from torch.distributed.tensor import Replicate, Shard
 
     return [([place], [place]) for place in (Replicate(), Shard(0))]
+
+
+def halves(x):
+    if len(x) < 4:
+        raise RuntimeError("halves")
+    return x * 2
+
+
+def refuses_vmap(*_arguments):
+    raise TypeError("vmap is not supported")
 
 
 def refused_by_functorch(op, x):
@@ -470,11 +412,6 @@ TABLE = [
     Broken("gradcheck", ": its gradient is not the derivative: Jacobian mismatch", double, backward=lambda ctx, g: g * 3),
     Broken("gradgradcheck", ": its backward is not differentiable: the second derivative is wrong",
            **sine_whose_second(lambda g, x: g * x.sin())),
-    Broken("gradgradcheck", "torch.func.grad of a function that calls torch.func.vjp gives zero, without an error; eager "
-           "refuses the second derivative", functools.partial(keeps, refuse), key="CompositeImplicitAutograd"),
-    Broken("gradgradcheck", "torch.func.grad of a function that calls torch.func.vjp gives zero, without an error; eager "
-           "has a second derivative", functools.partial(keeps, lambda g, x: -g * x.sin()),
-           key="CompositeImplicitAutograd"),
     Broken("gradgradcheck", "it calls broken::helper_warns, which has no derivative, and double backward only warns and "
            "leaves it out", torch.sin, backward=lambda ctx, g: helper("warns")(g, *ctx.saved_tensors)),
     Broken("gradgradcheck", "the gradient of x does not require a gradient under create_graph=True, so second derivatives "
@@ -500,44 +437,15 @@ TABLE = [
            triples, status="warn"),
     Broken("gradcheck", "the function given as intended_gradient returns shapes [[2, 6]], and the operator [[4, 6]]", double,
            backward=double_backward, intended_gradient=lambda x: x[:2]),
-    Broken("gradcheck", "the gradient of x differs … , which the function given as intended_gradient has",
-           torch.round, backward=double_backward, intended_gradient=lambda x: x),
+    Broken("backward", "its outputs do not depend on the values of its inputs", lambda x: x.detach().round(), AutogradCPU=None,
+           inputs=(torch.tensor([0.25, 1.25, -2.125]),), status="skip"),
+    Broken("backward", "no floating output", torch.argsort, AutogradCPU=None, status="skip"),
+    Broken("backward", "no floating tensor argument", torch.argsort, inputs=(torch.arange(3),), status="skip"),
+    # The finite difference is taken in float64, whose step does not reach the next integer.
+    Broken("backward", "", torch.floor, key="CompositeImplicitAutograd", inputs=(torch.tensor([1.001, 2.001]),), status="pass"),
     # gradients
-    Broken("gradient_layouts", "the gradient is transposed (shape [4, 6], strides (1, 4)): output 0 of broken::helper_strides has "
-           "strides (6, 1), but its fake kernel says (1, 4) (given [4, 6] of strides (1, 4)); a compiled program trusts the fake kernel",
-           double, backward=lambda ctx, g: helper("strides")(g)),
-    Broken("gradient_layouts", "backward through one output at a time, so that the gradients of the others are undefined, adds up "
-           "to other numbers than backward through all: the gradient of x differs", lambda x: (x * 2, x * 3), schema=TWO,
-           fake=lambda x: (torch.empty_like(x), torch.empty_like(x)),
-           setup=lambda ctx, inputs, output: ctx.set_materialize_grads(False),
-           backward=lambda ctx, g, h: (1 if g is None else g * 2) + (1 if h is None else h * 3)),
-    Broken("gradient_layouts", "the gradient is a slice of a wider one, as after cat or split (shape [4, 6], strides (18, 1)): backward "
-           "raised RuntimeError: view size is not compatible", double, backward=lambda ctx, g: g.view(-1).view(g.shape) * 2),
-    Broken("gradient_layouts", "the gradient of x differs … , which a contiguous gradient of equal values gives", double,
-           backward=lambda ctx, g: g * (2 if g.is_contiguous() else 3)),
     Broken("gradient_layouts", ": backward rejects it: RuntimeError: not contiguous", double, status="warn",
            backward=lambda ctx, g: g * 2 if g.is_contiguous() else not_contiguous()),
-    Broken("frozen_arguments", "if only x requires a gradient, backward raised KeyError", torch.mul, schema=PAIR, inputs=PAIRS,
-           fake=torch.mul, backward=lambda ctx, g: pair_backward(ctx, g) if all(ctx.needs_input_grad) else accident()),
-    Broken("frozen_arguments", "if only x requires a gradient, the gradient of x differs … , which backward gives when every "
-           "argument requires one", torch.mul, schema=PAIR, inputs=PAIRS, fake=torch.mul,
-           backward=lambda ctx, g: pair_backward(ctx, g) if all(ctx.needs_input_grad) else (g, g)),
-    Broken("broadcast_gradients", "x of shape [1, 6] is broadcast to [4, 6], and backward raised RuntimeError: shape", torch.mul,
-           schema=PAIR, inputs=PAIRS, fake=torch.mul,
-           backward=lambda ctx, g: tuple(map(Tensor.reshape, pair_backward(ctx, g), [x.shape for x in ctx.saved_tensors]))),
-    Broken("broadcast_gradients", "x of shape [1, 6] is broadcast to [4, 6], and the gradient of x differs … , which the sum over the "
-           "broadcast dimensions gives", torch.mul, schema=PAIR, inputs=PAIRS, fake=torch.mul,
-           backward=lambda ctx, g: tuple(d if d.shape == x.shape else d.mean(0, True).expand(x.shape) if x.dim() == 2 else None
-                                         for d, x in zip(pair_backward(ctx, g), ctx.saved_tensors, strict=True))),
-    Broken("saved_tensors", "it keeps output 0 for backward without save_for_backward: the output and its graph refer to each "
-           "other, so their memory leaks, and saved_tensors_hooks, checkpointing and offloading do not see it", torch.exp, backward=lambda ctx, g: g * ctx.y,
-           setup=lambda ctx, inputs, output: setattr(ctx, "y", output)),
-    Broken("saved_tensors", "it keeps a float32 tensor of shape [4, 6] for backward without save_for_backward, so saved_tensors_hooks, "
-           "checkpointing and offloading do not see it", torch.sin, backward=lambda ctx, g: g * ctx.slope,
-           setup=lambda ctx, inputs, output: setattr(ctx, "slope", inputs[0].cos())),
-    Broken("saved_tensors", "after changing x in place between forward and backward, without an error, the gradient of x differs",
-           torch.sin, backward=lambda ctx, g: g * ctx.x.cos(),
-           setup=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0])),
     Broken("saved_tensors", "it keeps x for backward without save_for_backward, which holds its memory; "
            "saved_tensors_hooks, checkpointing and offloading do not see it", double, status="warn",
            backward=lambda ctx, g: (g * 2).view(ctx.x.shape), setup=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0])),
@@ -553,32 +461,26 @@ TABLE = [
     Broken("dtensor", "on DTensors with every argument replicated the gradient of x differs … , which "
            "plain tensors give", double, sharding=by_rows,
            backward=lambda ctx, g: g * (3 if traced(g) else 2)),
+    Broken("dtensor", "DTensor has no sharding strategy for it … register_sharding", double, status="refused"),
+    Broken("dtensor", "stays sharded with x sharded along 0", double, sharding=by_rows, status="pass"),
+    Broken("dtensor", "a call on DTensors with x sharded along dimension 0 raised RuntimeError: halves", halves,
+           sharding=by_rows),
+    Broken("dtensor", "with x sharded along dimension 0 one raises RuntimeError: halves", lambda x: helper("halves")(x),
+           key="CompositeImplicitAutograd", status="refused"),
+    # DTensor cannot move an argument that is written to.
+    Broken("dtensor", "no sharding stays", lambda x: (halves(x), x)[1], schema="(Tensor(a!) x) -> Tensor(a!)", fake=lambda x: x,
+           inputs=(torch.ones(4),),
+           sharding=by_rows, status="pass"),
     # fakes
     Broken("compile", "under torch.compile with static shapes the gradient of x differs", double,
            backward=lambda ctx, g: g * (3 if traced(g) else 2)),
     Broken("compile", "torch.compile with static shapes raised", double, fake=None),
     Broken("compile", "eager mode refuses the gradient with an error, but under torch.compile there is neither error nor gradient",
            double, Autograd=refuses_but_not_traced),
-    Broken("fake_numbers", "given the sample number 0 of its outputs is 24, but the fake kernel says 0, which a compiled "
-           "program takes for the result of every call", lambda x: x.numel(), schema="(Tensor x) -> SymInt", fake=lambda x: 0),
-    Broken("int_sizes", "n is the size of dimension 0 of output 0, and the schema says int", lambda x, n: x.new_zeros(n),
-           schema="(Tensor x, int n) -> Tensor", fake=lambda x, n: x.new_empty(n), inputs=(*NUMBERS, 3)),
     Broken("int_sizes", "n is the size of dimension 0 of output 0, and the schema says int", lambda x, n=3: x.new_zeros(n),
            schema="(Tensor x, int n=3) -> Tensor", fake=lambda x, n=3: x.new_empty(n), status="warn"),
     Broken("fake_dynamic", "its backward fixes dimension 0 of x to 4, although it takes other sizes; every new size compiles again", double,
            backward=lambda ctx, g: g * 2 if int(g.shape[0]) else g, status="warn"),
-    Broken("fake_dynamic", "its backward fixes dimension 0 of x to 4, although it takes other sizes; every new size compiles again: "
-           "broken::helper_int takes the size as an int", double, backward=lambda ctx, g: helper("int")(g, g.shape[0])),
-    Broken("defaults", "in a call with eps=1.5, the fake kernel raised TypeError", lambda x, eps=0.5: x + eps,
-           schema="(Tensor x, float eps=0.5) -> Tensor"),
-    Broken("defaults", "in a call with keep=True, output 0 has shape [4, 1], but the fake kernel says [4]",
-           lambda x, keep=False: x.sum(-1, keep), schema="(Tensor x, bool keep=False) -> Tensor",
-           fake=lambda x, keep=False: x.sum(-1)),
-    Broken("defaults", "with scale=3.0, its gradient is not the derivative", lambda x, scale=2.0: x * scale,
-           schema="(Tensor x, float scale=2.) -> Tensor", fake=lambda x, scale=2.0: torch.empty_like(x),
-           backward=lambda ctx, g: (g * 2.0, None)),
-    Broken("effects", "it returns nothing, and its schema says that it writes nothing, so compilers remove its calls",
-           lambda x: None, schema="(Tensor x) -> ()", fake=lambda x: None),
     Broken("vmap_grad", "eager mode refuses the gradient with an error, but under torch.func.grad there is neither error nor",
            refuses_but_not_functorch, key="CompositeImplicitAutograd"),
     Broken("fake_layouts", " the fake kernel gives 2 outputs, the kernel 1", lambda x: [x * 2], schema="(Tensor x) -> Tensor[]",
@@ -610,31 +512,26 @@ TABLE = [
            fake=lambda x, y: torch.empty_like(x)),
     Broken("fake_errors", " the kernel runs, but the fake kernel raised RuntimeError: expected one dtype", torch.mul,
            schema=PAIR, inputs=PAIRS, fake=half_refused),
+    Broken("fake_dtypes", "given float16 x output 0 is float32, but the CPU kernel gives float16", lambda x: x.float().sum(-1),
+           fake=lambda x: x.new_empty(x.shape[:-1], dtype=torch.float32), key="PrivateUse1", device="openreg",
+           CPU=lambda op, x: x.sum(-1)),
     # inputs
+    Broken("empty", "output 0 is float64 instead of float32, which the reference gives", key="PrivateUse1", device="openreg",
+           kernel=lambda x: x + 0 if x.numel() else x.double(), CPU=lambda op, x: x + 0),
+    Broken("zero_dim", "output 0 is float64 instead of float32, which the reference gives", key="PrivateUse1", device="openreg",
+           kernel=lambda x: x + 0 if x.dim() else x.double(), CPU=lambda op, x: x + 0),
+    Broken("large", "output 0 is float64 instead of float32, which the reference gives", key="PrivateUse1", device="openreg",
+           kernel=lambda x: x + 0 if x.numel() < 1000 else x.double(), CPU=lambda op, x: x + 0),
     Broken("empty", " it ended in ZeroDivisionError", lambda x: x * (8 // len(x))),
     Broken("layouts", "for inputs in permuted layout output 0 differs … , which contiguous inputs give", in_memory_order),
     Broken("layouts", "for inputs in permuted layout the gradient of x differs … , which "
            "contiguous inputs give", torch.sin,
            backward=lambda ctx, g: g * in_memory_order(ctx.saved_tensors[0])),
-    Broken("layouts", "for contiguous inputs that start one element into their storage, which is not aligned to 16 bytes it "
-           "raised RuntimeError: misaligned address, which contiguous inputs do not", aligned),
     Broken("layouts", "for contiguous inputs that start one element into their storage, which is not aligned to 16 bytes its "
            "backward raised RuntimeError: misaligned address", double, backward=lambda ctx, g: g * aligned(ctx.saved_tensors[0])),
-    Broken("sizes", "output 0 differs in … elements: … if fresh memory is filled with 0x5A bytes: it does not write all of it",
-           lambda x: vectors_of(x, torch.empty)),
-    Broken("sizes", "output 0 differs in 7 of … elements: 0 instead of … at … , with which the result for longer inputs begins",
-           lambda x: vectors_of(x, torch.zeros)),
     Broken("sizes", "output 0 differs … if NaN surrounds them in memory: it reads past their ends", reads_whole_vectors),
-    Broken("sizes", ", the last element of x has no effect on any output, but among 192 it has",
-           lambda x: x.reshape(-1)[: x.numel() // 8 * 8].sum(), fake=lambda x: x.new_empty(())),
-    Broken("sizes", ", the last element of output 0 is 0 for any input, but not of 192",
-           lambda x: vectors_of(x.reshape(-1).softmax(0).view(x.shape), torch.zeros)),
-    Broken("large_strides", "given x with rows 4294967296 elements apart, output 0 differs … , which near ones give",
-           lambda x: x.as_strided(x.shape, [s % 2**32 for s in x.stride()]) * 2),
     Broken("large_strides", "given x with rows 4294967296 elements apart, it raised OverflowError",
            lambda x: x * 2 if max(x.stride(), default=0) < 2**31 else (2**31).to_bytes(4, signed=True)),
-    Broken("half_precision", "output 0 differs from that of the same values in float32 by … of its largest element",
-           lambda x: x.cumsum(-1)[..., -1] if x.element_size() > 2 else sum_in_half(x), fake=lambda x: x.new_empty(x.shape[:-1])),
     Broken("zero_dim", "output 0 differs in 1 of 1 elements: 0 instead of 2 at [], which the reference gives", inputs=ONES,
            kernel=lambda x: x * [0, 1, 2][x.dim()], reference=double),
     Broken("zero_dim", "output 0 has dtype float64, but the fake kernel says float32",
@@ -642,19 +539,24 @@ TABLE = [
     Broken("empty", "size 4 are empty, its backward raised RuntimeError: Function", double,
            backward=lambda ctx, g: g * 2 if g.numel() else g.new_ones(3, 3)),
     Broken("large", "given inputs whose dimensions of size … are … long, … , which one thread gives", of_threads),
+    *(Broken(row, "", lambda x: x + 0, inputs=(torch.ones(1, 1),), status="skip") for row in ("empty", "large", "fake_dynamic")),
+    # With half a million elements, as many as other inputs get, the result would have 2**38.
+    Broken("large", "2048 instead of 5", lambda x: torch.outer(x, x), fake=lambda x: x.new_empty(len(x), len(x)),
+           inputs=(torch.rand(5),), status="pass"),
+    # It is enough for threads, however often a size occurs in one argument, and however many elements the other has.
+    *(Broken("large", "724 instead of 4", lambda x, w: x.sum() * w, schema=PAIR, fake=lambda x, w: torch.empty_like(w),
+             inputs=(torch.ones(4, 4), torch.ones(others)), status="pass")
+      for others in (2**11, 2**15)),
+    # A long sum may round more, by the root of its terms: roundings have either sign.
+    *(Broken(row, "", lambda x, error=error: x.sum() * (1 + error), fake=lambda x: x.new_empty(()), reference=torch.sum,
+             inputs=ONES, status=status)
+      for row, error, status in (("zero_dim", 1.2e-4, "pass"), ("zero_dim", 2.4e-4, "fail"), ("large", 5e-4, "pass"),
+                                 ("large", 3e-3, "fail"))),
     # machine
-    Broken("stream", "it runs aten::mul.Tensor on the default stream, and the caller's stream does not wait for it",
-           on_the_default_stream, key="PrivateUse1", device="openreg"),
     Broken("stream", "on another stream it does not wait for the work before it: output 0 differs",
            lambda x: x * first_of(x, at_once=stream_id(x)), key="PrivateUse1", device="openreg"),
-    Broken("devices", "output 0 is on openreg:0, but the arguments are on openreg:1",
-           lambda x: torch.empty(x.shape, device="openreg").copy_(x), key="PrivateUse1", device="openreg"),
     Broken("devices", "is the current device, it does not wait for the stream of openreg:1: output 0 differs",
            lambda x: x * first_of(x, at_once=x.device.index), key="PrivateUse1", device="openreg"),
-    Broken("devices", "on openreg:1, while openreg:0 is the current device, it raised RuntimeError: aten::add",
-           lambda x: x + torch.ones(6, device="openreg"), key="PrivateUse1", device="openreg"),
-    Broken("launch", "its kernel computes on the host: called before its arguments' values have arrived",
-           lambda x: x * first_of(x, at_once=True), key="PrivateUse1", device="openreg"),
     Broken("stream", "on another stream output 0 differs … , which the default stream gives",
            lambda x: x + stream_id(x), key="PrivateUse1", device="openreg"),
     Broken("stream", "on another stream the gradient of x differs … , which the default stream "
@@ -664,44 +566,29 @@ TABLE = [
     Broken("poison", "bytes instead of 0x5A, the gradient of x", double, backward=lambda ctx, g: unwritten(g) * 2),
     Broken("determinism", "the same call again gives a different result: output 0 differs", noise),
     Broken("determinism", "the same call again rounds differently: output 0 differs", drifts, status="warn"),
-    Broken("generator", "with equal generators as g it gives different numbers: it draws from the global generator of cpu",
-           lambda x, g=None: x + torch.rand(x.shape), schema=DRAWS),
     Broken("generator", "given a generator as g, it also draws from the global generator of cpu",
            lambda x, g=None: x + torch.rand(x.shape, generator=g) + 0 * torch.rand(()), schema=DRAWS),
-    Broken("generator", "the state of the generator g is the same after the call, so the next call gives the same numbers "
-           "again", lambda x, g=None: x + torch.rand(x.shape, generator=g and g.clone_state()), schema=DRAWS),
     Broken("generator", "without g, its numbers do not follow torch.manual_seed",
            lambda x, g=None: x + torch.rand(x.shape, generator=g or unseeded()), schema=DRAWS),
     Broken("generator", "with any generator as g it gives the same numbers",
            lambda x, g=None: x * 2 if g else x + torch.rand(x.shape), schema=DRAWS),
-    Broken("generator", "neither g nor torch.manual_seed changes its numbers", lambda x, g=None: x * 2, schema=DRAWS,
-           inputs=(*NUMBERS, torch.Generator())),
-    Broken("state", "after a call with …, a call with the sample … gives another result: output 0 differs …, which a new "
-           "process gives", lambda x, memo={}: x * memo.setdefault("rows", x.shape[0])),  # noqa: B006
     Broken("state", "after a call on openreg, a call on the CPU gives output 0 differs", of_the_first_device,
            key="CompositeExplicitAutograd", device="openreg"),
     Broken("state", "after other calls, a call with … gives output 0 differs", by_the_number_of_dtypes, key="PrivateUse1",
            device="openreg"),
-    Broken("state", "a later call, with …, changes what an earlier one returned: output 0 differs", buffer_for),
-    Broken("state", "a later backward, with …, changes what an earlier one returned: gradient", double,
-           backward=lambda ctx, g: buffer_for(g).mul_(2)),
-    Broken("state", "if another forward, with …, comes between forward and backward, gradient", lambda x: x * x / 2,
-           setup=lambda ctx, inputs, output: BUFFERS.update(x=inputs[0]), backward=lambda ctx, g: g * BUFFERS["x"]),
-    Broken("state", "after its arguments were changed in place, output 0 differs …, which the same values in other tensors give",
-           doubles_once),
     Broken("threads", "four threads that call it on separate inputs do not end", stuck),
-    Broken("threads", "called from four threads on separate inputs, output 0 differs", shares_a_buffer),
     # transforms
     Broken("out", "with out= of the right size: output 0 differs in 24 of 24 elements: 0 instead of 2 at [0, 0], which the "
            "operator returns", double, inputs=ONES, out=lambda x, out: out.resize_(x.shape).zero_()),
+    Broken("out", "with out= with other strides: output 0 differs", double, out=if_contiguous),
+    Broken("out", "with out= with other strides: output 0 differs", double, inputs=(torch.ones(5),), out=if_contiguous),
     Broken("out", " returns a tensor other than out", double,
            out=lambda x, out: out.resize_(x.shape).copy_(x * 2).view_as(out)),
     Broken("out", " changed the strides of out, which has the right size", double,
            out=lambda x, out: out.resize_(0).resize_(x.shape).as_strided_(x.shape, x.stride()).copy_(x * 2)),
     Broken("vmap", "with x batched, torch.vmap raised KeyError", double, vmap=accident),
     Broken("vmap", "torch.vmap is right but takes PyTorch's slow loop over the samples", double, status="warn"),
-    Broken("vmap", "under torch.vmap with x batched, output 0 differs …, which a loop gives", double,
-           vmap=lambda info, dims, x: (x * 3, dims[0])),
+    Broken("vmap", "vmap is not supported", double, vmap=refuses_vmap, status="refused"),
     Broken("vmap_grad", "under torch.vmap of torch.func.grad with x batched, the gradient of x differs",
            lambda x: x * helper("vmap")(x.detach()), key="CompositeImplicitAutograd"),
     Broken("vmap_grad", "torch.vmap of torch.func.grad is right but takes PyTorch's slow loop", status="warn",
@@ -727,6 +614,8 @@ TABLE = [
            "with such sizes (nonzero, item, masks) does not compile", double, status="warn",
            fake=lambda x: torch.empty_like(x) if x.shape[0] > 2 else torch.empty_like(x)),
     Broken("fake_unbacked", "output 0 has dtype float64, but the fake kernel says float32", lambda x: x.double()),
+    Broken("compile_unbacked", "with its backward", double, backward=double_backward, status="pass"),
+    Broken("compile_unbacked", "without a backward", double, status="pass"),
     Broken("compile_unbacked", "under torch.compile with every dimension unbacked output 0 differs", noise),
     Broken("compile_unbacked", "under torch.compile with every dimension unbacked the gradient of x", double,
            backward=lambda ctx, g: g * (3 if traced(g) else 2)),
@@ -756,14 +645,27 @@ TABLE = [
            lambda x: x * 3, inputs=ONES, reference=double),
     Broken("reference", "the gradient of x differs", double, reference=double,
            backward=lambda ctx, g: g * 3),
+    Broken("schema", "output 0 shares the memory of x, and the schema does not say so", lambda x: [x[:1], x[1:].clone()],
+           schema="(Tensor x) -> Tensor[]"),
+    Broken("schema", "", lambda x: [x[:1], x[1:]], schema="(Tensor(a) x) -> Tensor(a)[]", status="pass"),
+    Broken("schema", "", Tensor.to_sparse, status="pass"),
+    *(Broken("reference", "output 0 differs", lambda x: x * 1.2, inputs=(torch.ones(3, dtype=dtype),), reference=lambda x: x)
+      for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.complex128, torch.complex64)),
+    Broken("reference", "output 0 is float32 instead of float64", lambda x: x + 0, key="PrivateUse1", device="openreg",
+           CPU=lambda op, x: x.double()),
     Broken("reference", ", which its CPU kernel gives", lambda x: x * 3, key="PrivateUse1", device="openreg",
            CPU=lambda op, x: x * 2),
     Broken("autograd_registration", "an output requires a gradient, but no kernel is registered at "
            "AutogradPrivateUse1", torch.sin, key="PrivateUse1", device="openreg", mode="nothing"),
+    # An output that is an argument has its gradient.
+    Broken("autograd_registration", "", lambda x: x, schema=VIEW, fake=lambda x: x, key="PrivateUse1", device="openreg",
+           mode="nothing", status="pass"),
+    Broken("autograd_registration", "", lambda x: x, schema="(Tensor(a!) x) -> Tensor(a!)", fake=lambda x: x, key="PrivateUse1",
+           device="openreg", mode="nothing", status="skip"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("broken", TABLE, ids=[f"{each.row}-{i}" for i, each in enumerate(TABLE)])
+@pytest.mark.parametrize("broken", TABLE, ids=[f"{broken.row}-{i}" for i, broken in enumerate(TABLE)])
 def test_sentence(broken, request, monkeypatch):
     machine = sys.modules[CHECKS["threads"].__module__]
     monkeypatch.setattr(machine, "PATIENCE", 0.2 if broken.kernel is stuck else machine.PATIENCE)
@@ -782,113 +684,9 @@ def test_sentence(broken, request, monkeypatch):
             STUCK.set()
     found = report.of(broken.status, broken.row)
     assert found, str(report)
-    pattern = ".*".join(re.escape(part) for part in re.split(r" ?… ?", broken.sentence))
-    assert found[0].sentence.startswith("broken::") and re.search(pattern, found[0].sentence)
-    assert found[0].remedy
-
-
-def test_cpu_kernel_of_another_dtype():
-    """In half types, the CPU's kernel returns a different dtype than the device's."""
-    define("sums(Tensor x) -> Tensor", lambda x: x.sum(-1), lambda x: x.new_empty(x.shape[:-1], dtype=torch.float32))
-    LIBRARY.impl("sums", lambda x: x.float().sum(-1), "PrivateUse1")
-    (failure,) = check(
-        "broken::sums", lambda device, dtype: [(torch.ones(4, 6),)], "openreg", only="fake_dtypes"
-    ).failures
-    assert "given float16 x output 0 is float32, but the CPU kernel gives float16" in failure.sentence
-
-
-@pytest.mark.parametrize("name, said", [("sin", "with its backward"), ("argmax", "without a backward")])
-def test_what_was_compiled_with_unbacked_sizes(name, said):
-    (result,) = check(f"aten::{name}", [(torch.randn(3),)], only=["compile_unbacked"]).results
-    assert (result.status, result.sentence) == ("pass", said)
-
-
-@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)], ids=str)
-def test_out_overload_that_leaves_other_strides_unwritten(shape):
-    name = f"contiguous_{len(shape)}"
-    op = define(f"{name}(Tensor x) -> Tensor", lambda x: x + 1, torch.empty_like)
-    LIBRARY.define(f"{name}.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
-
-    def kernel(x, out):
-        out = out.resize_(x.shape) if not out.numel() else out
-        return out.copy_(x + 1) if out.is_contiguous() else out
-
-    LIBRARY.impl(f"{name}.out", kernel, "CPU")
-    report = check(op, [(torch.rand(shape),)], only=["out"])
-    assert f"broken::{name}.out with out= with other strides: output 0 differs" in report.failures[0].sentence
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "complex128", "complex64"])
-def test_values_that_are_a_fifth_too_large(dtype):
-    op = define(f"larger_{dtype}(Tensor x) -> Tensor", lambda x: x * 1.2, torch.empty_like)
-    report = check(op, [(torch.ones(3, dtype=getattr(torch, dtype)),)], reference=lambda x: x, only=["reference"])
-    assert "output 0 differs" in report.failures[0].sentence
-
-
-def test_another_dtype_than_the_cpu_kernel():
-    op = define("wider_on_cpu(Tensor x) -> Tensor", lambda x: x.double(), torch.empty_like)
-    LIBRARY.impl("wider_on_cpu", lambda x: x + 0, "PrivateUse1")
-    report = check(op, [(torch.rand(3),)], "openreg", only=["reference"])
-    assert "output 0 is float32 instead of float64" in report.failures[0].sentence
-
-
-@pytest.mark.parametrize(
-    ("row", "kernel"),
-    [
-        ("empty", lambda x: x + 0 if x.numel() else x.double()),
-        ("zero_dim", lambda x: x + 0 if x.dim() else x.double()),
-        ("large", lambda x: x + 0 if x.numel() < 1000 else x.double()),
-    ],
-    ids=["empty", "zero_dim", "large"],
-)
-def test_unusual_inputs_keep_the_dtype_of_the_cpu_kernel(row, kernel):
-    """A reference may return another dtype; the CPU kernel may not."""
-    op = define(f"dtype_of_{row}(Tensor x) -> Tensor", lambda x: x + 0, torch.empty_like)
-    LIBRARY.impl(f"dtype_of_{row}", kernel, "PrivateUse1")
-    sentence = check(op, [(torch.rand(3),)], "openreg", only=[row]).failures[0].sentence
-    assert sentence.endswith("output 0 is float64 instead of float32, which the reference gives")
-    report = check(op, [(torch.rand(3),)], "openreg", reference=lambda x: x + 0, only=[row])
-    assert report.of("pass", row), str(report)
-
-
-@pytest.mark.parametrize(("error", "status"), [(5e-4, "pass"), (3e-3, "fail")])
-def test_a_long_sum_may_round_more(error, status):
-    """By the root of its terms: roundings have either sign."""
-
-    def total(x):
-        return x.sum(0) * (1 + error * (len(x) > 1000))
-
-    op = define(f"long_sum_{status}(Tensor x) -> Tensor", total, lambda x: x.new_empty(x.shape[1:]))
-    report = check(op, [(torch.rand(4, 6),)], reference=lambda x: x.sum(0), only=["large"])
-    assert report.of(status, "large"), str(report)
-
-
-@pytest.mark.parametrize(("error", "status"), [(1.2e-4, "pass"), (2.4e-4, "fail")])
-def test_how_much_a_result_of_unusual_inputs_may_round(error, status):
-    op = define(f"rounds_{status}(Tensor x) -> Tensor", lambda x: x * (1 + error), torch.empty_like)
-    report = check(op, [(torch.ones(4),)], reference=lambda x: x, only=["zero_dim"])
-    assert report.of(status, "zero_dim"), str(report)
-
-
-def test_a_large_input_has_no_huge_result():
-    """With half a million elements, as many as other inputs get, it would have 2**38."""
-    op = define("outer(Tensor x) -> Tensor", lambda x: torch.outer(x, x), lambda x: x.new_empty(len(x), len(x)))
-    (result,) = check(op, [(torch.rand(5),)], only=["large"]).of("pass", "large")
-    assert result.sentence == "2048 instead of 5"
-
-
-@pytest.mark.parametrize("others", [2**11, 2**15])
-def test_a_large_input_is_of_the_size_for_threads(others):
-    """However often a size occurs in one argument, and however many elements the other has."""
-    seen = []
-    op = define(
-        f"of_two_{others}(Tensor x, Tensor w) -> Tensor",
-        lambda x, w: seen.append(x.numel()) or x.sum() * w,
-        lambda x, w: torch.empty_like(w),
-    )
-    report = check(op, [(torch.ones(4, 4), torch.ones(others))], only=["large"])
-    assert report.of("pass", "large"), str(report)
-    assert 2**18 < max(seen) <= 2**19
+    assert re.search(mistakes.pattern(broken.sentence), found[0].sentence), found[0].sentence
+    if broken.status in ("fail", "warn"):
+        assert found[0].sentence.startswith("broken::") and found[0].remedy
 
 
 @pytest.mark.parametrize("device", ["cpu", "openreg", "openreg:1"])
@@ -908,112 +706,20 @@ def test_a_fake_kernel_gets_tensors_of_the_device():
     assert not report.failures and len(report.of("pass")) == len(only), str(report)
 
 
-def test_a_step_near_a_value_has_no_gradient_there():
-    """The finite difference is taken in float64, whose step does not reach it."""
-    report = check(torch.ops.aten.floor.default, [(torch.tensor([1.001, 2.001, 3.001]),)], only=["backward"])
-    assert report.of("pass", "backward"), str(report)
-
-
-def test_tensors_without_storage_share_none():
-    op = define("sparse(Tensor x) -> Tensor", lambda x: x.to_sparse() if x.numel() else x, torch.empty_like)
-    report = check(op, [(torch.ones(0, 3),), (torch.eye(3),)], only=["schema"])
-    assert len(report.of("pass", "schema")) == 2, str(report)
-
-
 # ---- refusals are not failures ----
 
 
 def test_gradient_that_torch_func_does_not_find():
-    """pytorch/pytorch#168393: the Function of register_autograd has no setup_context. What the remedy says works."""
-
-    @torch.library.custom_op("broken::cubed", mutates_args=())
-    def cubed(x: Tensor) -> Tensor:
-        return x**3
-
-    cubed.register_fake(torch.empty_like)
-    setup = lambda ctx, inputs, output: ctx.save_for_backward(*inputs)  # noqa: E731
-    cubed.register_autograd(lambda ctx, g: 3 * g * ctx.saved_tensors[0] ** 2, setup_context=setup)
-
-    class Cubed(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            return cubed(x)
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        def backward(ctx, g):
-            return 3 * g * ctx.saved_tensors[0] ** 2
-
-    x = torch.rand(4, 6)
-    (result,) = check(cubed, [(x,)], only=["func_grad"]).results
+    """pytorch/pytorch#168393: the Function of register_autograd has no setup_context."""
+    cubed = define("cubed", lambda x: x**3, backward=lambda ctx, g: 3 * g * ctx.saved_tensors[0] ** 2)
+    (result,) = check(cubed, [NUMBERS], only=["func_grad"]).results
     try:
-        torch.func.grad(lambda x: cubed(x).sum())(x)
+        torch.func.grad(lambda x: cubed(x).sum())(*NUMBERS)
     except RuntimeError as error:
         assert "must override the setup_context" in str(error)
         assert result.status == "limit" and "pytorch#168393" in result.sentence
     else:
         assert result.status in ("pass", "fail")  # where its vjp inside another transform has no gradient
-    torch.testing.assert_close(torch.func.grad(lambda x: Cubed.apply(x).sum())(x), 3 * x**2)
-    torch.testing.assert_close(torch.func.grad(lambda x: torch.func.vjp(Cubed.apply, x)[0].sum())(x), 3 * x**2)
-
-
-def test_sharding_strategies():
-    """None is a refusal that says what to register; one that is right passes, and the report says what stays sharded."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.experimental import register_sharding
-
-    op = define("without_strategy(Tensor x, Tensor w) -> Tensor", torch.mul, lambda x, w: torch.empty_like(x))
-    samples = [(torch.rand(4, 6), torch.rand(4, 6))]
-    (result,) = check(op, samples, only=["dtensor"]).results
-    assert result.status == "refused" and "register_sharding" in result.sentence
-
-    @register_sharding(op)
-    def rows(x, w):
-        return [([place], [place, place]) for place in (Replicate(), Shard(0))]
-
-    (result,) = check(op, samples, only=["dtensor"]).results
-    assert result.status == "pass", result.sentence
-    assert result.sentence == "stays sharded with every argument sharded along 0, x sharded along 0, w sharded along 0"
-    assert not torch.distributed.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("schema", "own", "status", "sentence"),
-    [
-        ("(Tensor x) -> Tensor", True, "fail", "a call on DTensors with x sharded along dimension 0 raised RuntimeError: halves"),
-        ("(Tensor x) -> Tensor", False, "refused", "with x sharded along dimension 0 one raises RuntimeError: halves"),
-        ("(Tensor(a!) x) -> Tensor(a!)", True, "pass", "no sharding stays"),
-        ("(Tensor(a!) x) -> Tensor(a!)", "none", "fail", "with every argument replicated raised RuntimeError: no place"),
-    ],
-    ids=["own", "of others", "written", "written, replicated"],
-)  # fmt: skip
-def test_an_error_on_sharded_arguments(request, schema, own, status, sentence):
-    """It is the operator's, unless DTensor would have to move an argument that is written to."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.experimental import register_sharding
-
-    def kernel(x):
-        if len(x) < 4:
-            raise RuntimeError("halves")
-        return x if "!" in schema else x * 1
-
-    def places(x):
-        if own == "none":
-            raise RuntimeError("no place")
-        return [([Replicate()], [Replicate()]), ([Shard(0)], [Shard(0)])]
-
-    name = "halves_" + re.sub(r"\W+", "_", request.node.callspec.id)
-    op = define(f"{name}{schema}", kernel, lambda x: x if "!" in schema else torch.empty_like(x))
-    register_sharding(op)(places)
-    if not own:
-        LIBRARY.define(f"made_of_{name}{schema}")
-        LIBRARY.impl(f"made_of_{name}", op, "CompositeImplicitAutograd")
-        op = getattr(torch.ops.broken, f"made_of_{name}").default
-    (result,) = check(op, [(torch.rand(4),)], only=["dtensor"]).results
-    assert (result.status, sentence in result.sentence) == (status, True), result
 
 
 def test_refusals():
@@ -1024,10 +730,6 @@ def test_refusals():
     refuses.register_fake(torch.empty_like)
     report = check(refuses, [(torch.randn(4, 6),)], only=["backward", "gradcheck", "compile", "vmap_grad"])
     assert report.passed and "no autograd formula was registered" in report.of("refused", "backward")[0].sentence
-    report = check("openreg::custom_abs", only=["backward"])
-    assert {r.sentence for r in report.results} == {
-        "RuntimeError: derivative for openreg::custom_abs is not implemented"
-    }
 
 
 @pytest.mark.parametrize(
@@ -1041,30 +743,11 @@ def test_refusals():
     ids=["operand", "instances", "key", "attribute"],
 )
 def test_accidents_are_no_refusals(accident, sentence):
-    @torch.library.custom_op("broken::accident", mutates_args=())
-    def operator(x: Tensor) -> Tensor:
-        return x * 2
-
-    operator.register_fake(torch.empty_like)
-    operator.register_autograd(lambda ctx, g: accident(g))
-    operator.register_vmap(lambda info, dims, x: (accident(x), 0))
-    report = check(operator, [(torch.randn(4, 6),)], only=["backward", "vmap"])
+    name = re.sub(r"\W+", "_", sentence)
+    op = define(name, double, backward=lambda ctx, g: accident(g), vmap=lambda info, dims, x: (accident(x), 0))
+    report = check(op, [NUMBERS], only=["backward", "vmap"])
     assert [r.check for r in report.failures] == ["backward", "vmap"], str(report)
     assert all(sentence in r.sentence for r in report.failures)
-
-
-def test_a_type_error_may_refuse():
-    @torch.library.custom_op("broken::no_vmap", mutates_args=())
-    def operator(x: Tensor) -> Tensor:
-        return x * 2
-
-    def refuse(info, dims, x):
-        raise TypeError("broken::no_vmap: vmap is not supported")
-
-    operator.register_fake(torch.empty_like)
-    operator.register_vmap(refuse)
-    report = check(operator, [(torch.randn(4, 6),)], only=["vmap"])
-    assert report.passed and report.of("refused", "vmap")
 
 
 # ---- good operators pass ----
@@ -1126,32 +809,20 @@ def test_good_custom_op(good):
     assert {"vmap", "autocast", "gradgradcheck", "reference", "compile"} <= {r.check for r in report.of("pass")}
 
 
-def test_good_operator_of_ours():
-    report = check("openreg::rms_norm")
-    assert report.passed, str(report)
-    assert report.device == "openreg" and len(report.samples) == 3
-    assert {r.check for r in report.of("warn")} <= {"vmap"}  # C++ autograd functions take the loop
-    assert report.seconds > 0
-
-
-@pytest.mark.parametrize("written", [False, True])
-def test_an_output_that_is_an_argument_has_its_gradient(written):
-    """It needs no kernel at the Autograd key, unlike an output that is new."""
-    name = "same_written" if written else "same"
-    op = define(
-        f"{name}(Tensor(a{'!' * written}) x) -> Tensor(a{'!' * written})", lambda x: x, lambda x: x, "PrivateUse1"
-    )
-    with openreg_ops.autograd.fallback_mode("nothing"):
-        report = check(op, [(torch.rand(4, 6),)], "openreg", only=["autograd_registration"])
-    assert report.of("skip" if written else "pass", "autograd_registration"), str(report)
-
-
-@pytest.mark.parametrize("device", ["cpu", "openreg"])
-def test_good_operator_of_torch(device):
-    x, y, z = torch.randn(4, 6), torch.randn(4, 6), torch.randn(6)
-    report = check(torch.ops.aten.addcmul.default, [Sample(x, y, z, value=0.5)], device)
-    assert report.passed, str(report)
-    assert report.of("pass", "out")
+@pytest.mark.parametrize(
+    "op, sample, device, passes",
+    [
+        ("addcmul", Sample(*torch.randn(2, 4, 6), torch.randn(6), value=0.5), "cpu", "out"),
+        ("addcmul", Sample(*torch.randn(2, 4, 6), torch.randn(6), value=0.5), "openreg", "out"),
+        ("mul_.Tensor", Sample(torch.randn(4, 6), torch.randn(6)), "cpu", "schema"),
+        ("cat", Sample([torch.randn(4, 6), torch.randn(2, 6)], 0), "cpu", "backward"),
+        ("argmax", Sample(torch.randn(4, 6), -1), "cpu", "fake_layouts"),
+    ],
+    ids=["addcmul", "addcmul on openreg", "mul_", "cat", "argmax"],
+)
+def test_good_operator_of_torch(op, sample, device, passes):
+    report = check(f"aten::{op}", [sample], device)
+    assert report.passed and report.of("pass", passes), str(report)
 
 
 def test_good_operator_with_random_numbers():
@@ -1161,66 +832,6 @@ def test_good_operator_with_random_numbers():
     assert "its numbers are random" in report.of("skip", "reference")[0].sentence
     report = check("openreg::dropout_add", [(x, x, 0.5)], "openreg:1", only=["reference"], reference=lambda x, y, p: x)
     assert report.failures
-
-
-def test_operators_without_a_derivative_to_check():
-    with torch.library._scoped_library("good_constants", "DEF") as library:
-        for name, kernel in (("rounded", lambda x: x.detach().round()), ("places", torch.argsort)):
-            library.define(f"{name}(Tensor x) -> Tensor")
-            library.impl(name, kernel, "CPU")
-            library.impl(name, torch.library.fallthrough_kernel, "AutogradCPU")
-        for name, inputs, sentence in (
-            ("rounded", torch.tensor([0.25, 1.25, -2.125]), "its outputs do not depend on the values of its inputs"),
-            ("places", torch.randn(3), "no floating output"),
-            ("places", torch.arange(3), "no floating tensor argument"),
-        ):
-            (skipped,) = check(f"good_constants::{name}", [(inputs,)], only=["backward"]).of("skip", "backward")
-            assert skipped.sentence.endswith(sentence)
-
-
-@pytest.mark.parametrize("row", ["empty", "large", "fake_dynamic"])
-def test_sizes_of_one_are_not_changed(row):
-    """They are those that broadcast, and often the only ones that a program has."""
-    (skipped,) = check("aten::sin", [(torch.randn(1, 1),)], only=[row]).of("skip", row)
-    assert "no strided tensor of more than one element" in skipped.sentence
-
-
-def test_outputs_in_a_list_may_alias_as_the_list_says():
-    with torch.library._scoped_library("good_lists", "DEF") as library:
-        library.define("parts(Tensor(a) x) -> Tensor(a)[]")
-        library.impl("parts", lambda x: [x[:1], x[1:]], "CPU")
-        library.define("copies(Tensor x) -> Tensor[]")
-        library.impl("copies", lambda x: [x[:1], x[1:].clone()], "CPU")
-        ops = torch.ops.good_lists
-        assert check(ops.parts.default, [(torch.randn(4),)], only=["schema"]).of("pass", "schema")
-        (failed,) = check(ops.copies.default, [(torch.randn(4),)], only=["schema"]).of("fail", "schema")
-        assert "output 0 shares the memory of x, and the schema does not say so" in failed.sentence
-
-
-def test_good_operators_that_write():
-    @torch.library.custom_op("good::counts", mutates_args=("x",))
-    def counts(x: Tensor) -> None:
-        x.add_(1)
-
-    for op, sample in (
-        (counts, (torch.arange(24).reshape(4, 6),)),
-        ("aten::mul_.Tensor", (torch.randn(4, 6), torch.randn(6))),
-    ):
-        report = check(op, [sample])
-        assert report.passed, str(report)
-        assert report.of("pass", "schema")
-
-
-def test_good_operator_with_lists_and_whole_numbers():
-    assert check(
-        "aten::index_select",
-        [(torch.randn(4, 6), 1, torch.tensor([0, 5, 2]))],
-        only=["runs", "schema", "backward", "fake_layouts"],
-    ).passed
-    report = check("aten::cat", [([torch.randn(4, 6), torch.randn(2, 6)], 0)])
-    assert report.passed, str(report)
-    report = check("aten::argmax", [(torch.randn(4, 6), -1)])
-    assert report.passed, str(report)
 
 
 # ---- nothing ends the run, and all state is restored ----
@@ -1247,78 +858,53 @@ def test_a_refused_sample_is_said_once():
     assert [r.status for r in report.row("determinism")] == ["skip", "pass"]
 
 
+SETTINGS = [  # functions that get and set each, and a value; None is the opposite
+    (torch.get_num_threads, torch.set_num_threads, 3),
+    (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    (torch.is_grad_enabled, torch.set_grad_enabled, None),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, None),
+    (
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+        functools.partial(setattr, torch.utils.deterministic, "fill_uninitialized_memory"),
+        None,
+    ),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1),
+    (torch._C._get_autograd_fallback_mode, torch._C._set_autograd_fallback_mode, "nothing"),
+    (torch._C._functorch._is_vmap_fallback_enabled, torch._C._functorch._set_vmap_fallback_enabled, None),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, None),
+    *(
+        (functools.partial(get, device), functools.partial(put, device), value)
+        for device in ("cpu", "openreg")
+        for get, put, value in (
+            (torch.is_autocast_enabled, torch.set_autocast_enabled, None),
+            (torch.get_autocast_dtype, torch.set_autocast_dtype, torch.float64),
+        )
+    ),
+    (openreg_ops.autograd.get_fallback_mode, openreg_ops.autograd.set_fallback_mode, "nothing"),
+    (_C.poison, _C.set_poison, None),
+]
+
+
 def test_nothing_stays_changed():
     import torch._dynamo.config as dynamo
 
     def state():
         return (
-            torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"),
-            torch.is_autocast_enabled("openreg"), torch.get_autocast_dtype("openreg"), torch.are_deterministic_algorithms_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory, torch._C._get_autograd_fallback_mode(),
-            openreg_ops.autograd.get_fallback_mode(), openreg_ops.fallback.get_policy(), _C.poison(),
-            torch._C._functorch._is_vmap_fallback_enabled(), torch._C._debug_only_are_vmap_fallback_warnings_enabled(),
-            dynamo.suppress_errors, dynamo.verbose, torch.openreg.current_device(), bytes(torch.get_rng_state().numpy()),
-            bytes(torch.openreg.get_rng_state().cpu().numpy()),
+            *(get() for get, _, _ in SETTINGS), openreg_ops.fallback.get_policy(), dynamo.suppress_errors, dynamo.verbose,
+            torch._C._debug_only_are_vmap_fallback_warnings_enabled(), torch.openreg.current_device(),
+            bytes(torch.get_rng_state().numpy()), bytes(torch.openreg.get_rng_state().cpu().numpy()),
         )  # fmt: skip
 
-    def rude(x):
-        torch.set_default_dtype(torch.float64)
-        torch.set_num_threads(1)
-        torch.set_autocast_enabled("cpu", True)
-        torch.use_deterministic_algorithms(True)
-        torch.manual_seed(len(x))
-        return x.clone()
-
-    op = define("rude(Tensor x) -> Tensor", rude, torch.empty_like)
     before = state()
-    check("openreg::swiglu", [(torch.randn(3), torch.randn(3))], "openreg")
-    before = (*before[:-2], *state()[-2:])  # the samples above drew numbers
-    check(op, [(torch.ones(3),)])
+    check("openreg::swiglu", [(torch.ones(3), torch.ones(3))], "openreg")
     assert state() == before
-    with pytest.raises(KeyError), preserved("cpu"):
-        rude(torch.ones(3))
+    with pytest.raises(KeyError), preserved("openreg"):
+        torch.manual_seed(7)
+        for (get, put, value), was in zip(SETTINGS, before, strict=False):
+            put(not was if value is None else value)
+            assert get() != was
         raise KeyError
     assert state() == before
-
-
-@pytest.mark.parametrize(
-    ("get", "put", "value"),  # None: the opposite
-    [
-        (torch.get_num_threads, torch.set_num_threads, 3),
-        (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-        (torch.is_grad_enabled, torch.set_grad_enabled, None),
-        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, None),
-        (
-            lambda: torch.utils.deterministic.fill_uninitialized_memory,
-            lambda on: setattr(torch.utils.deterministic, "fill_uninitialized_memory", on),
-            None,
-        ),
-        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1),
-        (torch._C._get_autograd_fallback_mode, torch._C._set_autograd_fallback_mode, "nothing"),
-        (torch._C._functorch._is_vmap_fallback_enabled, torch._C._functorch._set_vmap_fallback_enabled, None),
-        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, None),
-        *(
-            (functools.partial(get, device), functools.partial(put, device), value)
-            for device in ("cpu", "openreg")
-            for get, put, value in (
-                (torch.is_autocast_enabled, torch.set_autocast_enabled, None),
-                (torch.get_autocast_dtype, torch.set_autocast_dtype, torch.float64),
-            )
-        ),
-        (openreg_ops.autograd.get_fallback_mode, openreg_ops.autograd.set_fallback_mode, "nothing"),
-        (_C.poison, _C.set_poison, None),
-    ],
-)
-def test_each_state_is_put_back(get, put, value):
-    before = get()
-    value = not before if value is None else value
-    try:
-        with preserved("openreg"):
-            put(value)
-            assert get() == value != before
-        assert get() == before
-    finally:
-        put(before)
 
 
 def test_vmap_warns_of_its_loop_after_a_check(capfd):
@@ -1381,12 +967,8 @@ def test_other_wrong_requests():
         check("aten::convolution")
     with pytest.raises(ValueError, match="that returns them, but got int 5"):
         check("aten::sin", 5)
-    for device, said in (
-        ("banana", "unknown device 'banana'; available: cpu, meta, openreg"),
-        ("openreg:9", "cannot use device 'openreg:9': "),
-    ):
-        with pytest.raises(ValueError, match=said):
-            check("aten::sin", [(torch.randn(4),)], device)
+    with pytest.raises(ValueError, match="cannot use device 'openreg:9': "):
+        check("aten::sin", [(torch.randn(4),)], "openreg:9")
     assert {r.check for r in check("aten::sin", [(torch.randn(4),)], only="runs").results} == {"runs"}
 
 
@@ -1404,15 +986,6 @@ def test_forms_of_samples():
     )
     assert report.samples == ["float64[2]"] and report.device == "openreg"
     assert "generated from the schema" in check("aten::addmm", only=["runs"]).notes[0]
-
-
-def test_samples_keep_strides_and_memory():
-    whole = torch.randn(8, 6)
-    case = Case(torch.ops.aten.add.Tensor, Sample(whole[::2, 1:], whole[1::2, 1:]), "openreg", None, derivative)
-    x, y = case.fresh()
-    assert x.stride() == (12, 1) and x.storage_offset() == 1 and x.untyped_storage().nbytes() == 192
-    assert x.untyped_storage()._cdata == y.untyped_storage()._cdata
-    assert torch.equal(x.cpu(), whole[::2, 1:])
 
 
 def case_of(op, *arguments, **options):
@@ -1485,23 +1058,6 @@ def test_json(report):
     assert {r["docs"] for r in data["results"]} == {f"docs/checker.md#{name}" for name in data["checks"]}
 
 
-def test_html(report):
-    from html.parser import HTMLParser
-
-    page = report.html()
-    tags = []
-
-    class Parser(HTMLParser):
-        def handle_starttag(self, tag, attrs):
-            tags.append((tag, dict(attrs)))
-
-    Parser().feed(page)
-    names = [tag for tag, _ in tags]
-    assert re.findall(r'<b class="(\w+)">(.*?)</b> ', page) == [*MARKS.items()]
-    assert names.count("table") == 1 and names.count("tr") == 5 and "link" not in names
-    assert sum(tag == "details" and "open" in attrs for tag, attrs in tags) == 1
-
-
 def failing(*statuses):
     """A report of one sample with these results, as (check, status)."""
     about = dict.fromkeys(CHECKS, "what it tests")
@@ -1524,7 +1080,7 @@ def failing(*statuses):
 )
 def test_one_cause_is_one_failure(failed, causes):
     found = failing(*((check, "fail") for check in failed.split())).causes()
-    assert {each.result.check: {also.check for also in each.also} for each in found} == {
+    assert {cause.result.check: {also.check for also in cause.also} for cause in found} == {
         check: set(also) for check, also in causes.items()
     }
 
@@ -1558,10 +1114,6 @@ def test_explain(capsys):
         assert check_command.main(parser.parse_args(["--explain", name])) == 0
         said = capsys.readouterr().out
         assert said.startswith(f"{name}\n\n") and "Remedy" in said and "\n## " not in said
-    with pytest.raises(
-        Wrong, match="unknown check 'fake_layout'; did you mean 'fake_layouts'\\? \\(--help lists all\\)"
-    ):
-        check_command.main(parser.parse_args(["--explain", "fake_layout"]))
 
 
 def test_every_check_has_its_section():
@@ -1626,37 +1178,16 @@ def module(tmp_path_factory):
 
 def test_command(module):
     only = ["--only", "runs", "fake_layouts", "reference"]
-    result = command(
-        "my_module:my_op",
-        "--samples",
-        "my_module:samples",
-        "--reference",
-        "my_module:reference",
-        "--html",
-        "page.html",
-        "--json",
-        "data.json",
-        *only,
-        cwd=module,
-    )
+    given = "--samples my_module:samples --reference my_module:reference --html page.html --json data.json"
+    result = command("my_module:my_op", *given.split(), *only, cwd=module)
     assert result.returncode == 0, result.stderr
     assert "mine::twice(Tensor x) -> Tensor" in result.stdout and "float32[3, 5]" in result.stdout
     assert (module / "page.html").read_text().startswith("<!DOCTYPE html>")
     assert json.loads((module / "data.json").read_text())["operator"] == "mine::twice"
 
 
-def test_command_by_name(module):
-    result = command(
-        "mine::twice", "--import", "my_module", "--input", "f32[3,4]", "--json", "-", "--only", "runs", cwd=module
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["samples"] == ["float32[3, 4]"]
-    result = command("openreg_ops:rms_norm", "--only", "runs,fake_layouts", "--skip", "out,", "vmap", cwd=module)
-    assert result.returncode == 0 and "openreg::rms_norm passes" in result.stdout, result.stderr
-
-
 ENDS = """
-import ctypes, os, signal, sys, time
+import os, sys, time
 import torch
 from torch.library import Library
 
@@ -1675,15 +1206,9 @@ def operator(name, end, after=3):
     library.impl(name, kernel, "CompositeExplicitAutograd")
 
 
-def raises(error):
-    raise error
-
-
 operator("leaves", lambda: os._exit(0))
 operator("leaves_first", lambda: os._exit(0), after=1)
 operator("exits_first", lambda: sys.exit(0), after=1)
-operator("segfaults", lambda: ctypes.string_at(1))
-operator("signals", lambda: os.kill(os.getpid(), signal.SIGINT))
 operator("hangs", lambda: time.sleep(1000))
 operator("hangs_first", lambda: time.sleep(1000), after=1)
 
@@ -1722,25 +1247,10 @@ def test_an_operator_that_exits_fails(ends):
     assert result.returncode == 1, result.stderr
     report = json.loads((ends / "data.json").read_text())
     assert len(report["results"]) == 6 and not report["passed"]
-    (failure,) = [each for each in report["results"] if each["check"] == "determinism" and not each["sample"]]
+    (failure,) = [result for result in report["results"] if result["check"] == "determinism" and not result["sample"]]
     assert failure["sentence"].startswith("ends::leaves: the process ends in this check: exit 0")
     assert "ends::leaves FAILS: " in result.stdout and "FAIL" in (ends / "page.html").read_text()
     assert "said by samples" in result.stderr
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "name, sentence",
-    [
-        ("segfaults", "the process ends in this check: signal 11: Fatal Python error: Segmentation fault"),
-        ("signals", "the process ends in this check: "),
-        ("hangs", "the check does not end: no result after 3 s"),
-    ],
-)
-def test_an_operator_that_ends_the_process_fails(checked, name, sentence):
-    status, report, _ = checked(name, "--input=f32[3]", "--only=runs,determinism", "--timeout=3")
-    assert status == 1 and [each["status"] for each in report["results"]] == ["pass", "fail"]
-    assert report["results"][1]["sentence"].startswith(f"ends::{name}: {sentence}")
 
 
 @pytest.mark.processes
@@ -1751,10 +1261,11 @@ def test_an_operator_that_ends_the_process_fails(checked, name, sentence):
     "end, sentence",
     [
         ("ctypes.string_at(1)", "signal 11: Fatal Python error: Segmentation fault"),
+        ("os.kill(os.getpid(), 2)", "the process ends in this check: signal 2"),
         ("os._exit(0)", "exit 0"),
         ("time.sleep(1000)", "the check does not end: no result after 4 s"),
     ],
-    ids=["crashes", "exits", "hangs"],
+    ids=["crashes", "interrupts itself", "exits", "hangs"],
 )
 def test_a_program_outlives_its_operator(before, end, sentence):
     """Where the operator ends or hangs for inputs that its author did not give."""
@@ -1770,7 +1281,7 @@ def test_a_program_outlives_its_operator(before, end, sentence):
 
         {before}
         report = check(ends, [(torch.ones(3),)], only=["runs", "empty", "poison"], timeout=4)
-        print([(each.status, each.sentence) for each in report.results])
+        print([(result.status, result.sentence) for result in report.results])
     """
     result = python("-c", textwrap.dedent(code), dynamo=True)
     statuses = ast.literal_eval(result.stdout)
@@ -1781,7 +1292,7 @@ def test_a_program_outlives_its_operator(before, end, sentence):
 @pytest.mark.processes
 def test_an_operator_that_never_returns_skips_the_sample(checked):
     status, report, _ = checked("leaves_first", "--input=f32[3]", "--input=f32[4]", "--only=runs,determinism,poison")
-    assert status == 1 and [each["status"] for each in report["results"]] == ["fail", "skip", "skip"] * 2
+    assert status == 1 and [result["status"] for result in report["results"]] == ["fail", "skip", "skip"] * 2
     assert report["results"][4]["sentence"] == "ends::leaves_first does not return for this sample"
 
 
@@ -1801,12 +1312,14 @@ def test_too_many_ends_of_the_process(checked, name, most):
     """The remaining checks are skipped, and say why."""
     inputs = [f"--input=f32[{n}]" for n in range(3, 25)]
     status, report, _ = checked(name, *inputs, "--only=determinism", "--timeout=0.5")
-    assert status == 1 and [each["status"] for each in report["results"]] == ["fail"] * most + ["skip"] * (22 - most)
+    assert status == 1 and [result["status"] for result in report["results"]] == ["fail"] * most + ["skip"] * (
+        22 - most
+    )
     why = "did not end" if name == "hangs" else "ended the process"
     assert report["results"][-1]["sentence"] == f"earlier checks {why}, so this one was not run"
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit()], ids=lambda e: type(e).__name__)
 def test_exceptions_that_are_not_errors_fail_a_check(error):
     """In this process: the report is complete, and other checks run."""
     calls = 0
@@ -1821,28 +1334,12 @@ def test_exceptions_that_are_not_errors_fail_a_check(error):
     name = type(error).__name__
     op = define(f"raises_{name}(Tensor x) -> Tensor", kernel, torch.empty_like)
     report = check(op, [(torch.ones(3),)], only=["runs", "determinism", "threads", "fake_layouts"])
-    sentences = {each.check: each.sentence for each in report.of("fail")}
+    sentences = {result.check: result.sentence for result in report.of("fail")}
     assert report.of("pass", "runs") and name in sentences["determinism"], str(report)
     assert name in sentences["threads"], str(report)
     calls = 2
     report = check(op, [(torch.ones(3),)], only=["runs", "determinism"])
-    assert [each.status for each in report.results] == ["fail", "skip"] and name in report.results[0].sentence
-
-
-@pytest.mark.parametrize("swallow", [False, True], ids=["passes on", "swallows"])
-def test_a_real_interrupt_ends_check(swallow):
-    """Also if the operator catches KeyboardInterrupt. The handler is restored."""
-    handler = signal.getsignal(signal.SIGINT)
-
-    def kernel(x):
-        with contextlib.suppress(KeyboardInterrupt if swallow else ()):
-            signal.raise_signal(signal.SIGINT)
-        return x.clone()
-
-    op = define(f"pressed_{swallow}(Tensor x) -> Tensor", kernel, torch.empty_like)
-    with pytest.raises(KeyboardInterrupt):
-        check(op, [(torch.ones(3),)], only="runs")
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert [result.status for result in report.results] == ["fail", "skip"] and name in report.results[0].sentence
 
 
 @pytest.mark.processes
@@ -1863,16 +1360,11 @@ def test_ctrl_c_ends_the_command(ends):
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["no_module:op"], "there is no module no_module in the current folder or on the path"),
-        (["my_module:op"], "my_module has no attribute 'op'. Operators in it: my_op"),
-        (["my_module:nosuch"], "my_module has no attribute 'nosuch'. Operators in it: my_op"),
         (["mine::thrice"], "unknown operator 'mine::thrice'"),
-        (["my_module:my_op", "--only", "fake_layout"], "unknown check 'fake_layout'; did you mean 'fake_layouts'?"),
         (["my_module:my_op", "--input", "q[3]"], "'q[3]' is neither a tensor such as f32[3,4] nor a Python literal"),
         (["my_module:my_op", "--samples", "my_module"], "expected MODULE:NAME, but got 'my_module'"),
         (["my_module:my_op", "--samples", "sys:maxsize"], "function of (device, dtype) that returns them, but got int"),
         (["my_module:my_op", "--reference", "sys:maxsize"], "expected reference to be a function, but got int"),
-        (["my_module:my_op", "--input", "f32[3]", "--device", "banana"], "unknown device 'banana'; available: cpu, "),
         (["my_module:my_op", "--input", "f32[3]", "--device", "openreg:9"], "cannot use device 'openreg:9': "),
         (["my_module:my_op", "--input", "f32[3]@openreg:9"], "cannot use device 'openreg:9': "),
     ],
@@ -1934,38 +1426,6 @@ def test_options_reach_the_processes_of_generated_calls(module, monkeypatch):
         assert names == ["mine::twice"]
         assert [result.status for result in report.results] == ["pass"] and "generated" in report.about
         assert report.notes == ["3 calls", "Allowed in 2 generated calls: memory"] and report.seconds == 2.0
-
-
-def test_progress_is_one_line_on_a_terminal(module, monkeypatch):
-    import openreg_ops.__main__
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr(
-        sys, "argv", ["openreg_ops", "check", "aten::sin", "--input", "f32[3]", "--only", "runs", "poison"]
-    )
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    assert openreg_ops.__main__.main() == 0
-    *lines, end = sys.stderr.getvalue().split("\r")[1:]
-    assert [line.strip() for line in lines] == ["[1/2] sample 0: runs", "[2/2] sample 0: poison", ""] and not end
-    assert {len(line) for line in lines} == {79}
-
-
-@pytest.mark.parametrize("option", ["--html", "--json"])
-def test_command_refuses_a_file_before_it_runs(module, monkeypatch, capsys, option):
-    import openreg_ops.__main__
-
-    monkeypatch.setattr(sys, "argv", ["openreg_ops", "check", "aten::sin", option, str(module / "none" / "page")])
-    with pytest.raises(SystemExit, match="2"):
-        openreg_ops.__main__.main()
-    said = capsys.readouterr().err
-    assert f"there is no folder {module / 'none'} to write page to; make it first" in said and "checking" not in said
-    monkeypatch.setattr(sys, "argv", ["openreg_ops", "check", "aten::sin", option, str(module)])
-    with pytest.raises(SystemExit, match="2"):
-        openreg_ops.__main__.main()
-    assert f"{module} is a folder; name a file in it" in capsys.readouterr().err
 
 
 def test_fixture(openreg_check, good):

@@ -14,7 +14,7 @@ from openreg_tools.check.checks import CHECKS
 PAGE = Path(__file__).parents[2] / "docs/checker.md"
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="needs the source tree")
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)) if PAGE.exists() else {}
-NEED_STREAMS = ("stream", "devices", "launch")
+NEED_STREAMS = ("stream", "devices")
 SCOPES = []  # keep the operators' libraries
 
 

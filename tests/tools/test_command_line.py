@@ -76,6 +76,7 @@ def test_words_that_the_parser_does_not_know(capsys, words, sentence):
         (["check", "own_ops:scal"], "own_ops has no attribute 'scal'; did you mean 'scale'?"),
         (["check", "own_ops:nosuch"], "own_ops has no attribute 'nosuch'. Operators in it: scale"),
         (["check", "own_ops:scale.nosuch"], "own_ops:scale has no attribute 'nosuch'."),
+        (["check"], "expected an operator, or --explain CHECK"),
         (["check", "no_module:op"], "there is no module no_module in the current folder or on the path"),
         (["check", "own_ops:scale", "--only", "fake_layout"], "unknown check 'fake_layout'; did you mean 'fake_layouts'?"),
         (["check", "--explain", "fake_layout"], "unknown check 'fake_layout'; did you mean 'fake_layouts'?"),

@@ -242,18 +242,7 @@ def test_options_reach_the_process(monkeypatch):
         raise Started
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    words = [
-        "--device",
-        "openreg:1",
-        "--threads",
-        "3",
-        "--import",
-        "mine",
-        "--import",
-        "openreg_ops",
-        "--import",
-        "yours",
-    ]
+    words = "--device openreg:1 --threads 3 --import mine --import openreg_ops --import yours".split()
     with pytest.raises(Started):
         Worker(command(*words)).start()
     assert started[1:4] == ["-P", "-m", "openreg_tools"]

@@ -71,7 +71,7 @@ def test_every_command(folder, monkeypatch):
         lines = [line for line in shown.splitlines() if line != "…" and not ROW.match(line)]
         missing = [line for line in lines if normal(line) not in printed]
         assert not missing, (command, missing, out)
-    assert (folder / "timeline.json").exists() and (folder / "map.html").exists()
+    assert (folder / "errors.html").exists() and (folder / "map.html").exists()
 
 
 def test_python_of_the_document():

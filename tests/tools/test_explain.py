@@ -89,13 +89,11 @@ def test_implicit_composite_decomposes_at_autograd(library, x):
         # Two casts, and then the call that the kernel makes.
         ("mm", torch.float32, ["mm Autocast", " _to_copy own", " _to_copy own", " mm Autograd", "  mm shared"]),
         ("mm", torch.bfloat16, ["mm Autocast", " mm Autograd", "  mm shared"]),
-        # The parts of a CompositeImplicit are in that call; its casts are before it.
+        # The parts of a CompositeImplicit are shown instead of it.
         ("matmul", torch.float32,
-         ["matmul Autocast", " _to_copy own", " _to_copy own", " matmul composite", "  mm Autograd", "   mm shared"]),
+         ["matmul Autocast", " _to_copy own", " _to_copy own", " mm Autograd", "  mm shared"]),
         # Autocast sets the dtype argument, and softmax itself casts.
-        ("softmax", torch.float32, ["softmax Autocast", " softmax composite", "  _softmax Autograd", "   _softmax own"]),
-        ("softmax", torch.float16,
-         ["softmax Autocast", " softmax composite", "  _to_copy own", "  _softmax Autograd", "   _softmax own"]),
+        ("softmax", torch.float16, ["softmax Autocast", " _to_copy own", " _softmax Autograd", "  _softmax own"]),
     ],
 )  # fmt: skip
 def test_the_autocast_kernel_makes_a_call_of_its_own(op, dtype, tree):
@@ -205,10 +203,6 @@ def test_overloads():
         "\nother overloads: Scalar, out, Scalar_out\nnot called (no --input); showing the path of a plain openreg"
         in explain("add").text()
     )
-    with pytest.raises(Wrong, match=r"unknown operator 'aten::relo'; did you mean 'aten::relu'\? \(if another library"):
-        explain("relo", x)
-    with pytest.raises(Wrong, match="unknown operator 'aten::add.Ten'; available: aten::add.Scalar, "):
-        explain("add.Ten", x, x)
     with pytest.raises(Wrong, match=r"no overload of aten::mm takes float32\[2\]@openreg:0"):
         explain("mm", x)
 
@@ -237,8 +231,7 @@ def test_command(capsys):
     )
     assert status == 0, said
     assert "[call] op=[aten::linear], key=[AutocastPrivateUse1]" in said.out
-    assert " [call] op=[aten::linear], key=[AutogradPrivateUse1]  composite" in said.out
-    assert "\n  [call] op=[aten::mm], key=[AutogradPrivateUse1]" in said.out or "addmm" in said.out
+    assert "\n [call] op=[aten::mm], key=[AutogradPrivateUse1]" in said.out or "addmm" in said.out
     assert all(len(line) <= 80 for line in said.out.splitlines())
     status, said = command(capsys, "_cudnn_rnn", "--json", "-")
     assert status == 1 and json.loads(said.out)["has"] == "refused"

@@ -6,6 +6,8 @@ and, on correct operators on the CPU and where there is no such check, the fast 
 
 from __future__ import annotations
 
+import re
+
 import mistakes
 import pytest
 
@@ -13,26 +15,32 @@ from openreg_ops.testing import check
 
 OPERATORS = mistakes.load()
 CASES = [
-    pytest.param(each, device, id=f"{each.kind}-{each.name}-{device}") for each in OPERATORS for device in each.devices
+    pytest.param(operator, device, id=f"{operator.kind}-{operator.name}-{device}")
+    for operator in OPERATORS
+    for device in operator.devices
 ]
 
 
 @pytest.mark.parametrize("operator, device", CASES)
 def test_operator(operator, device):
     example = operator.make()
-    finds = {name for each in OPERATORS if each.kind == operator.kind for name in each.found_by}
+    finds = {name for other in OPERATORS if other.kind == operator.kind for name in other.found_by}
     only = [*finds, *["fast"] * (not finds or device == "cpu" and not operator.found_by)]
     report = check(example.op, example.samples, device, only=only, **example.options)
-    failed = [each.check for each in report.failures]
+    failed = [failure.check for failure in report.failures]
     assert set(failed) <= set(operator.found_by), str(report)
     assert not operator.found_by or operator.found_by[0] in failed, str(report)
     assert len(report.causes()) <= 1, str(report)
+    sentences = [failure.sentence for failure in report.failures if failure.check in operator.found_by[:1]]
+    says = operator.says if device == operator.devices[0] else ""
+    assert re.search(mistakes.pattern(says), (*sentences, "")[0]), sentences
 
 
-@pytest.mark.parametrize("kind", sorted({each.kind for each in OPERATORS}))
+@pytest.mark.parametrize("kind", sorted({operator.kind for operator in OPERATORS}))
 def test_a_kind_has_operators_of_different_shape(kind):
     """Three to find, with a correct one, or three to accept."""
     found, accepted = (
-        [each for each in OPERATORS if each.kind == kind and bool(each.found_by) == bad] for bad in (True, False)
+        [operator for operator in OPERATORS if operator.kind == kind and bool(operator.found_by) == bad]
+        for bad in (True, False)
     )
     assert (len(found) >= 3 and accepted) or len(accepted) >= 3

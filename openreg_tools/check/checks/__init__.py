@@ -15,24 +15,24 @@ from openreg_tools.check.checks import (
     fakes,
     gradients,
     inputs,
-    machine,
     registration,
+    results,
     sizes,
     state,
     streams,
     transforms,
     unbacked,
-    values,
+    writes,
 )
 
 # In the order of the report.
 CHECKS: dict[str, Callable[[Case], str | None]] = {
     check.__name__: check
     for check in (
-        values.runs,
-        values.schema,
-        values.reference,
-        values.autograd_registration,
+        results.runs,
+        writes.schema,
+        results.reference,
+        derivatives.autograd_registration,
         derivatives.backward,
         derivatives.gradcheck,
         derivatives.gradgradcheck,
@@ -67,9 +67,8 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
         sizes.half_precision,
         streams.stream,
         streams.devices,
-        streams.launch,
-        machine.poison,
-        machine.determinism,
+        results.poison,
+        results.determinism,
         state.generator,
         state.state,
         state.threads,
@@ -85,7 +84,7 @@ UNUSUAL = {"layouts", "empty", "zero_dim", "large", "sizes", "large_strides", "h
 
 # The checks that take longer than a few hundredths of a second; `--only fast` leaves them out.
 SLOW = {"forward_ad", "func_grad", "compile", "fake_dynamic", "fake_unbacked", "compile_unbacked",
-        "vmap_grad", "dtensor", "large", "sizes", "large_strides", "half_precision", "stream", "devices", "launch",
+        "vmap_grad", "dtensor", "large", "sizes", "large_strides", "half_precision", "stream", "devices",
         "determinism", "generator", "state", "threads"}  # fmt: skip
 
 # Which part of an operator a check tests, in the order in which a report names one check for a cause. A check that is

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from openreg_tools.check.case import Case, Operator, Verdict, limit, refuse, skip
 from openreg_tools.core.blocks import all_lines
-from openreg_tools.core.compare import has_numbers
-from openreg_tools.core.variations import LAYOUTS, is_small, permuted, sizes_of, slices
+from openreg_tools.core.compare import has_numbers, is_small
+from openreg_tools.core.variations import LAYOUTS, permuted, sizes_of, slices
 
 # ---- what an error means ----
 
@@ -115,6 +115,20 @@ def picks(case: Case) -> bool:
 # ---- other values and layouts ----
 
 
+def others_than(value: Any) -> list[Any]:
+    """Other values of an argument: of a flag, a number or a word."""
+    match value:
+        case bool():
+            return [not value]
+        case int():
+            return [value + 1, value - 1]
+        case float():
+            return [value * 0.75 if abs(value) > 0.01 else value + 0.5]  # for an epsilon, a larger one
+        case str():
+            return [value + "x"]
+    return []
+
+
 def scaled(x: Tensor, factor: float, plus: float = 0) -> Tensor:
     """A copy with a floating tensor's values multiplied, and moved; through float32 where x has no arithmetic."""
     if is_small(x) and str(x.dtype).startswith("torch.float8"):
@@ -145,4 +159,4 @@ def layouts_of(case: Case, **options: Any) -> Iterator[tuple[str, list[Tensor]]]
 
 def zipped(tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The outputs of several calls, each stacked."""
-    return [torch.stack(each) for each in zip(*tensors, strict=True)]
+    return [torch.stack(outs) for outs in zip(*tensors, strict=True)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from openreg_tools.check.case import Case, attached, cotangents, skip, unlike_gradients
+from openreg_tools.check.case import Case, attached, cotangents, pull, skip, unlike_gradients
 from openreg_tools.check.checks.common import (
     LACKING,
     WARNED,
@@ -84,7 +84,7 @@ def derivative(case: Case) -> None:
             skip("its outputs do not depend on the values of its inputs")
         _written_unseen(case, tensors, every)
         try:
-            grads = torch.autograd.grad(attached(outs), case.of(tensors), cotangents(attached(outs)), allow_unused=True)
+            grads = pull(outs, tensors)
         except Exception as error:
             refuse_or_fail(case, error, "backward", "fix the backward")
     warned = any(WARNED in str(w.message) for w in heard)
@@ -153,6 +153,30 @@ def backward(case: Case) -> str | None:
     return case.derivative.sentence or None
 
 
+# ---- registration ----
+
+
+def autograd_registration(case: Case) -> str | None:
+    """A derivative is registered with autograd, not the work of operators that the kernel happens to call."""
+    if not any(case.wanted) or case.derivative.status not in ("pass", "fail"):
+        skip("there is no derivative: see backward")
+    if case.has_kernel(f"Autograd{case.key}", "Autograd", "CompositeImplicitAutograd"):
+        return
+    torch._C._set_autograd_fallback_mode("nothing")
+    tensors = [x.detach() if i in case.written else x for i, x in enumerate(case.fresh(grad=True))]
+    try:
+        outs = case.function(raw=True)(*tensors)
+    except NotImplementedError:
+        return
+    given = {id(x) for x in tensors}
+    if any(out.requires_grad and id(out) not in given for out in outs):
+        case.fail(
+            f"an output requires a gradient, but no kernel is registered at Autograd{case.key}",
+            "register the derivative with torch.library.register_autograd, or an autograd function at the Autograd key, not "
+            "at the device's",
+        )
+
+
 # ---- finite differences ----
 
 _SMALL = 48  # up to this many elements, every column of a Jacobian is checked
@@ -206,7 +230,7 @@ def _as_intended(case: Case) -> str:
             f"the function given as intended_gradient returns shapes {outs}, and the operator {shapes}",
             "return what the operator returns; only the gradient counts",
         )
-    got, expected = (case.gradients_of(case.fresh(dtype=case.wide), each) for each in (None, case.intended))
+    got, expected = (case.gradients_of(case.fresh(dtype=case.wide), function) for function in (None, case.intended))
     if wrong := unlike_gradients(case.asked, got, expected):
         case.fail(
             f"{wrong}, which the function given as intended_gradient has",
@@ -219,7 +243,7 @@ def gradgradcheck(case: Case) -> str | None:
     """Second derivatives agree with finite differences, or raise an error of the operator itself."""
     needs_derivative(case)
     tensors, _ = _wide_leaves(case)
-    outs = [out for out in case.run(*tensors) if out.requires_grad]
+    outs = attached(case.run(*tensors))
     given = [c.requires_grad_() for c in cotangents(outs)]
     remedy = (
         "compute the backward with differentiable operators, give the backward operator its own derivative, or "
@@ -230,12 +254,7 @@ def gradgradcheck(case: Case) -> str | None:
     if len(known) < sum(g is not None for g in grads):
         # A constant gradient is correct if it stays the same for different inputs and output gradients.
         other = [(x.detach() * 1.25 + 0.125).requires_grad_(x.requires_grad) for x in tensors]
-        again = torch.autograd.grad(
-            [out for out in case.run(*other) if out.requires_grad],
-            case.of(other),
-            [2 * c.detach() for c in given],
-            allow_unused=True,
-        )
+        again = pull(case.run(*other), other, lambda outs: [2 * c.detach() for c in given])
         for name, g, h in zip(case.asked, grads, again, strict=True):
             if g is not None and not g.requires_grad and differs([g], [h]):
                 case.fail(
@@ -259,10 +278,7 @@ def gradgradcheck(case: Case) -> str | None:
                     f"in that operator's error: {all_lines(error)}",
                     remedy,
                 )
-            if refused(error) and "once_differentiable" not in str(error):  # torch.func never asks that node
-                _after_vjp(case, False, remedy)
             refuse_or_fail(case, error, "the second derivative", remedy)
-    _after_vjp(case, True, remedy)
     if said := next((str(w.message) for w in heard if WARNED in str(w.message)), ""):
         named = re.search(r"(\w+::\w+)", said)
         case.fail(
@@ -290,47 +306,10 @@ def _of_leaves(case: Case, tensors: Sequence[Tensor]) -> Callable[..., tuple[Ten
     return forward
 
 
-def _weighted(outs: Sequence[Tensor]) -> Tensor:
+def weighted(outs: Iterable[Tensor]) -> Tensor:
+    """One number of all outputs."""
+    outs = list(outs)
     return sum((out * c).sum() for out, c in zip(outs, cotangents(outs), strict=True))
-
-
-def _after_vjp(case: Case, twice: bool, remedy: str) -> None:
-    """Fail if torch.func loses the second derivative when vjp has ended before its backward runs.
-
-    `twice` says whether eager mode has one, which is then the expected value; otherwise a gradient that varies is
-    enough.
-    """
-    tensors = case.fresh(dtype=case.wide)
-    leaves, forward = case.of(tensors), _of_leaves(case, tensors)
-    if case.seeded or any(x.is_complex() for x in (*leaves, *case.expected)):
-        return
-
-    def penalty(*leaves: Tensor) -> Tensor:
-        outs, pull = torch.func.vjp(forward, *leaves)
-        return _weighted(pull(tuple(cotangents(outs))))
-
-    try:
-        got = torch.func.grad(penalty, tuple(range(len(leaves))))(*leaves)
-    except Exception:  # not silent; vmap_grad checks whether torch.func works at all
-        return
-    if not all(map(is_zero, got)):
-        return
-    if twice:
-        leaves = [x.detach().requires_grad_() for x in leaves]
-        outs = [out for out in forward(*leaves) if out.requires_grad]
-        grads = torch.autograd.grad(
-            outs, leaves, cotangents(outs), create_graph=True, allow_unused=True, materialize_grads=True
-        )
-        total = _weighted(grads)
-        lost = total.requires_grad and not all(map(is_zero, torch.autograd.grad(total, leaves, allow_unused=True)))
-    else:
-        lost = bool(differs(*([penalty(*[x * factor for x in leaves])] for factor in (1, 1.25))))
-    if lost:
-        case.fail(
-            "torch.func.grad of a function that calls torch.func.vjp gives zero, without an error; eager "
-            + ("has a second derivative" if twice else "refuses the second derivative"),
-            remedy,
-        )
 
 
 def forward_ad(case: Case) -> str | None:
@@ -392,11 +371,11 @@ def func_grad(case: Case) -> str | None:
     leaves, forward = case.of(tensors), _of_leaves(case, tensors)
 
     def loss(*leaves: Tensor) -> Tensor:
-        return _weighted([out for out, keep in zip(forward(*leaves), kept, strict=True) if keep])
+        return weighted([out for out, keep in zip(forward(*leaves), kept, strict=True) if keep])
 
     def loss_of_vjp(*leaves: Tensor) -> Tensor:
         outs, _ = torch.func.vjp(forward, *leaves)
-        return _weighted([out for out, keep in zip(outs, kept, strict=True) if keep])
+        return weighted([out for out, keep in zip(outs, kept, strict=True) if keep])
 
     for what, function in (
         ("torch.func.grad", loss),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from openreg_tools.check.case import Case, Results, Verdict, attached, cotangents, limit, refuse, skip
+from openreg_tools.check.case import Case, Results, Verdict, attached, cotangents, limit, pull, refuse, skip
 from openreg_tools.check.checks.common import needs_order
 from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import tolerance
@@ -91,7 +92,7 @@ def _has_its_own(op: Any) -> bool:
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
     rules = singleton.find(op.name().removesuffix(".default")).torch_dispatch_rules
-    return any(op in getattr(propagator, each, ()) for each in tables) or rules.find(DTensor) is not None
+    return any(op in getattr(propagator, table, ()) for table in tables) or rules.find(DTensor) is not None
 
 
 def dtensor(case: Case) -> str | None:
@@ -135,10 +136,8 @@ def dtensor(case: Case) -> str | None:
 
 def _unless_simulated(error: BaseException) -> None:
     """Skip if the simulation itself raised; for example, it does not support lists among several outputs."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    if frame is not None and "_local_tensor" in frame.tb_frame.f_code.co_filename:
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and "_local_tensor" in frames[-1].filename:
         skip(f"PyTorch's simulated devices cannot run it: {all_lines(error)}")
 
 
@@ -170,11 +169,11 @@ def _check_way(
             return False  # DTensor cannot move arguments that are written to
         unless_fault_of_others(error, "one")
         case.fail(f"a call on DTensors with {way} raised {all_lines(error)}", _REMEDY)
-    sharded = any(each.is_shard() for out in outs for each in getattr(out, "placements", ()))
+    sharded = any(place.is_shard() for out in outs for place in getattr(out, "placements", ()))
     grads: Sequence[Any] = []
     if given is not None:
         try:
-            grads = torch.autograd.grad(attached(outs), case.of(tensors), given, allow_unused=True)
+            grads = pull(outs, tensors, lambda outs: given)
         except Exception as error:
             if _lacks_strategy(error):
                 case.warn(
@@ -183,16 +182,9 @@ def _check_way(
                 )
             unless_fault_of_others(error, "backward")
             case.fail(f"backward on DTensors with {way} raised {all_lines(error)}", _REMEDY)
-    every, of_grads = [_on_each(out) for out in outs], [_on_each(grad) for grad in grads]
+    outs, grads = ([_on_each(x) for x in results] for results in (outs, grads))
     for rank in range(RANKS):
-        got = Results([each[rank] for each in every], [each[rank] for each in of_grads])
-        case.expect(
-            got,
-            case.eager,
-            f"on DTensors with {way}",
-            "plain tensors give",
-            _REMEDY,
-            coarse=2 * tolerance(*case.leaves),
-            grads=2,
-        )
+        got = Results([out[rank] for out in outs], [grad[rank] for grad in grads])
+        coarse = 2 * tolerance(*case.leaves)
+        case.expect(got, case.eager, f"on DTensors with {way}", "plain tensors give", _REMEDY, coarse=coarse, grads=2)
     return sharded

@@ -23,11 +23,11 @@ from openreg_tools.check.checks.common import (
     needs_sizes,
     needs_tensors,
 )
-from openreg_tools.check.checks.values import storage_of
+from openreg_tools.check.checks.writes import storage_of
 from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import is_small
 from openreg_tools.core.samples import dtype_name
-from openreg_tools.core.variations import of_sizes
+from openreg_tools.core.variations import SHAPES, of_sizes
 
 # ---- calls of the fake kernel ----
 
@@ -67,7 +67,7 @@ def run_fake(case: Case, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[
         case.trying("")
 
 
-def difference(real: Tensor, fake: Tensor, memory: bool = True) -> tuple[str, Any, Any] | None:
+def difference(real: Tensor, fake: Tensor, memory: bool) -> tuple[str, Any, Any] | None:
     """In what an output and a fake one differ, and what each has. The fake kernel cannot know sizes that depend on data.
 
     Args:
@@ -95,12 +95,23 @@ def _strides_of(x: Tensor) -> tuple[int, ...]:
     return tuple(stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1) if x.numel() else ()
 
 
-def unlike_fake(outs: Sequence[Tensor], fake: Sequence[Tensor]) -> str:
-    """The first output whose shape or dtype is not what the fake kernel says."""
+def unlike_fake(outs: Sequence[Tensor], fake: Sequence[Tensor], memory: bool = False, name: str = "") -> str:
+    """The first output that is not what the fake kernel says; `name` is that of an operator that the checked one calls."""
+    of, whose = (f" of {name}", "its") if name else ("", "the")
     for i, (real, said) in enumerate(zip(outs, fake, strict=False)):
-        if found := difference(real, said, memory=False):
-            return f"output {i} has {found[0]} {found[1]}, but the fake kernel says {found[2]}"
+        if found := difference(real, said, memory):
+            return f"output {i}{of} has {found[0]} {found[1]}, but {whose} fake kernel says {found[2]}"
     return ""
+
+
+def fake_or_error(case: Case, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]] | Exception:
+    """What `run_fake` gives, or the error that the fake kernel raises."""
+    try:
+        return run_fake(case, tensors)
+    except Verdict:
+        raise
+    except Exception as error:
+        return error
 
 
 # ---- compiled ----
@@ -125,7 +136,7 @@ def compile(case: Case) -> str | None:  # noqa: A001 -- a check's name is its fu
                 case.fail(f"{where} raised {all_lines(error)}", remedy)
         case.expect(got, case.eager, f"under {where}", "eager gives", remedy)
         for i, (out, eager) in enumerate(zip(got.outs, case.run(*case.fresh()), strict=True)):
-            if (found := difference(eager, out)) and found[0] == "strides":
+            if (found := difference(eager, out, memory=True)) and found[0] == "strides":
                 case.fail(f"under {where} output {i} has strides {found[2]} instead of {found[1]}", remedy)
     if case.derivative.status == "refused":
         try:
@@ -185,24 +196,20 @@ def fake_layouts(case: Case) -> str | None:
         tried.append(layout)
         inputs = (f"{n} {list(x.shape)} of strides {x.stride()}" for n, x in zip(case.names, tensors, strict=True))
         where = f"for inputs in {layout} layout ({', '.join(inputs)})"
-        try:
-            fakes, fake = run_fake(case, tensors)
-        except Verdict:
-            raise
-        except Exception as error:
+        found = fake_or_error(case, tensors)
+        if isinstance(found, Exception):
             if [x.shape for x in tensors] != [x.shape for x in case.leaves]:
                 continue  # see fake_errors
             case.fail(
-                f"{where} the fake kernel raised {all_lines(error)}",
+                f"{where} the fake kernel raised {all_lines(found)}",
                 "register a fake kernel (torch.library.register_fake) that accepts what the kernel accepts",
             )
+        fakes, fake = found
         if len(fake) != len(outs):
             case.fail(f"{where} the fake kernel gives {len(fake)} outputs, the kernel {len(outs)}", _ALLOCATE)
+        if wrong := unlike_fake(outs, fake, memory=True):
+            case.fail(f"{where} {wrong}", _ALLOCATE)
         for i, (real, said) in enumerate(zip(outs, fake, strict=True)):
-            if found := difference(real, said):
-                case.fail(
-                    f"{where} output {i} has {found[0]} {found[1]}, but the fake kernel says {found[2]}", _ALLOCATE
-                )
             if not real.numel() or not all(isinstance(n, int) for n in said.shape):
                 continue
             for x, f, name in zip(tensors, fakes, case.names, strict=True):
@@ -237,27 +244,22 @@ def fake_dtypes(case: Case) -> str | None:
     host = None if case.reference else case.reference_function
     taken = 0
     for dtype, (names, chosen) in itertools.product((torch.float16, torch.bfloat16, torch.float64), _mixes(case)):
-
-        def given(chosen: set[int] = chosen, dtype: torch.dtype = dtype, **options: Any) -> list[Tensor]:
-            return [x.to(dtype) if i in chosen else x for i, x in enumerate(case.fresh(**options))]
-
+        given = [x.to(dtype) if i in chosen else x for i, x in enumerate(case.fresh())]
         try:
-            outs = case.outputs(given())
+            outs = case.outputs([x.clone() for x in given])
         except Exception:  # not every operator supports the others
             continue
         taken += 1
-        said = f"given {str(dtype).removeprefix('torch.')} {names}"
-        try:
-            others = {"the fake kernel says": run_fake(case, given())[1]}
-        except Verdict:
-            raise
-        except Exception as error:
+        said = f"given {dtype_name(dtype)} {names}"
+        found = fake_or_error(case, given)
+        if isinstance(found, Exception):
             case.fail(
-                f"{said} the kernel runs, but the fake kernel raised {all_lines(error)}",
+                f"{said} the kernel runs, but the fake kernel raised {all_lines(found)}",
                 "reject in the fake kernel only what the kernel rejects",
             )
+        others = {"the fake kernel says": found[1]}
         with contextlib.suppress(Exception):  # the check `reference` tests whether it runs there
-            others["the CPU kernel gives"] = case.outputs(given(device="cpu"), host) if host else outs
+            others["the CPU kernel gives"] = case.outputs([x.cpu() for x in given], host) if host else outs
         for who, other in others.items():
             for i, (a, b) in enumerate(zip(outs, other, strict=True)):
                 if a.dtype != b.dtype:
@@ -367,18 +369,14 @@ def fake_errors(case: Case) -> str | None:
     needs_tensors(case)
     notes, agreed = [], 0
     for what, tensors in _wrong_inputs(case):
-        real = fake = None
+        real = None
         case.trying(what)
         try:
             case.outputs(tensors)
         except Exception as error:
             real = error
-        try:
-            run_fake(case, tensors)
-        except Verdict:
-            raise
-        except Exception as error:
-            fake = error
+        found = fake_or_error(case, tensors)
+        fake = found if isinstance(found, Exception) else None
         if fake and not real:
             case.fail(
                 f"given {what} the kernel runs, but the fake kernel raised {all_lines(fake)}",
@@ -403,21 +401,16 @@ def fake_errors(case: Case) -> str | None:
 def _wrong_inputs(case: Case) -> Iterator[tuple[str, list[Tensor]]]:
     """The sample with one tensor of another shape, dtype or device."""
     several = len(case.leaves) > 1
+    dtypes = (torch.int64, torch.float64, torch.bfloat16) if several else (torch.int64,)
     for i, (name, x) in enumerate(zip(case.names, case.leaves, strict=True)):
         changes: list[tuple[str, Any]] = []
-        if x.dim() and x.layout == torch.strided:
-            for d in {0, x.dim() - 1} if several else ():
-                first = x.narrow(d, 0, min(1, x.shape[d]))
-                changes.append((f"{name} of shape ", lambda x, d=d, first=first: torch.cat([x, first.to(x.device)], d)))
-            changes.append((f"{name} of shape ", lambda x: x.unsqueeze(0).repeat(2, *[1] * x.dim())))
-            changes.append((f"a zero-dimensional {name}", lambda x: x.flatten()[0].clone() if x.numel() else x))
-        for dtype in (torch.int64, torch.float64, torch.bfloat16) if several else (torch.int64,):
-            if dtype != x.dtype:
-                what = f"{name} of {str(dtype).removeprefix('torch.')}"
-                changes.append((what, lambda x, dtype=dtype: x.to(dtype)))
+        if x.dim() and x.layout == torch.strided and x.numel():
+            ways = (*["first longer", "last longer"] * several, "one dimension more", "0-dim")
+            changes += [(f"{name} of shape {list(SHAPES[way](x).shape)}", SHAPES[way]) for way in ways]
+        changes += [(f"{name} of {dtype_name(d)}", lambda x, d=d: x.to(d)) for d in dtypes if d != x.dtype]
         if several and case.device.type != "cpu" and x.dim():
             changes.append((f"a {name} on cpu", lambda x: x.cpu()))
         for what, change in changes:
             tensors = case.fresh()
             tensors[i] = change(tensors[i])
-            yield what + str(list(tensors[i].shape)) * what.endswith("shape "), tensors
+            yield what, tensors

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from openreg_tools.check.case import Case, cotangents, refuse, skip, unlike_gradients
-from openreg_tools.check.checks.common import needs_derivative, needs_order, refused
-from openreg_tools.check.checks.fakes import difference, faking
+from openreg_tools.check.case import Case, Cotangents, cotangents, pull, refuse, skip, unlike_gradients
+from openreg_tools.check.checks.common import needs_derivative, needs_order, only_verdicts, refused
+from openreg_tools.check.checks.fakes import faking, unlike_fake
+from openreg_tools.check.checks.writes import storage_of
 from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import differs, has_numbers
 from openreg_tools.core.samples import dtype_name
 from openreg_tools.core.variations import channels_last, padded, permuted, reversed_in, stepped, unaligned
-
-Given = Callable[[list[Tensor]], list[Tensor | None]]
 
 
 class _FakesCompared(TorchDispatchMode):
     """Compares each custom operator that is called with its fake kernel."""
 
     wrong = ""  # the first difference
-    raised = False  # whether a fake kernel raised an error
-    raising = False  # whether that is a difference
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -39,23 +35,11 @@ class _FakesCompared(TorchDispatchMode):
         with faking() as mode:  # before the kernel, which may write to them
             fakes = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, (args, kwargs))
         out = func(*args, **kwargs)
-        name = func.name().removesuffix(".default")
-        given = f"(given {', '.join(f'{list(x.shape)} of strides {x.stride()}' for x in tensors)})"
-        try:
-            with faking(mode):
-                said = func(*fakes[0], **fakes[1])
-        except Exception as error:
-            if self.raising:
-                self.wrong = f"{name} runs, but its fake kernel raised {all_lines(error)} {given}"
-            self.raised = True
-            return out
-        pairs = zip(tree_leaves(out), tree_leaves(said), strict=False)
-        for i, (real, fake) in enumerate(pairs):
-            if isinstance(real, Tensor) and isinstance(fake, Tensor) and (found := difference(real, fake)):
-                self.wrong = (
-                    f"output {i} of {name} has {found[0]} {found[1]}, but its fake kernel says {found[2]} {given}"
-                )
-                break
+        with contextlib.suppress(Exception), faking(mode):  # `compile` reports what the fake kernel raises
+            outs, said = tree_leaves(out), tree_leaves(func(*fakes[0], **fakes[1]))
+            outs, said = ([x for x in values if isinstance(x, Tensor)] for values in (outs, said))
+            if wrong := unlike_fake(outs, said, memory=True, name=func.name().removesuffix(".default")):
+                self.wrong = f"{wrong} (given {', '.join(f'{list(x.shape)} of strides {x.stride()}' for x in tensors)})"
         return out
 
     def report(self, case: Case, where: str) -> None:
@@ -72,26 +56,21 @@ def _pull(
     case: Case,
     tensors: list[Tensor],
     wanted: Sequence[bool],
-    given: Given = cotangents,
+    given: Cotangents = cotangents,
     between: Callable[[Sequence[Tensor]], None] = lambda outs: None,
     fakes: _FakesCompared | None = None,
 ) -> list[Tensor | None]:
-    """The gradients under the cotangents that `given` makes, of which None is an undefined one.
+    """The gradients of the wanted tensors.
 
     Args:
         between: called with the outputs before backward.
         fakes: a mode for the backward.
     """
     tensors = [x.detach().requires_grad_(flag) for x, flag in zip(tensors, wanted, strict=True)]
-    leaves = [x for x in tensors if x.requires_grad]
-    every = case.run(*tensors)
-    between(every)
-    outs = [out for out in every if out.requires_grad]
-    pairs = [(out, g) for out, g in zip(outs, given(outs), strict=True) if g is not None]
-    if not pairs:
-        return [None] * len(leaves)
-    with fakes or _FakesCompared():
-        return list(torch.autograd.grad([p[0] for p in pairs], leaves, [p[1] for p in pairs], allow_unused=True))
+    outs = case.run(*tensors)
+    between(outs)
+    with fakes or contextlib.nullcontext():
+        return pull(outs, tensors, given)
 
 
 def _steady(case: Case) -> list[Tensor | None]:
@@ -119,25 +98,26 @@ def _spread(x: Tensor, dims: Sequence[int]) -> Tensor:
     return _roomy(x[tuple(slice(0, 1) if d in dims else slice(None) for d in range(x.dim()))], x.shape).expand(x.shape)
 
 
+# The gradients that programs send, and how many dimensions each needs.
+_ARRIVALS: list[tuple[str, int, Callable[[Tensor], Tensor]]] = [
+    ("a slice of a wider one, as after cat or split", 0, padded),
+    ("transposed", 2, permuted),
+    ("a slice along dimension 1", 3, lambda x: torch.cat([-x, x], 1)[:, x.shape[1] :]),
+    ("every other element of a longer one", 0, stepped),
+    ("a slice with an offset, as after cat along dimension 0", 1, lambda x: torch.cat([-x, x])[len(x) :]),
+    ("contiguous, one element into its memory, which is not aligned to 16 bytes", 1, unaligned),
+    ("expanded with strides of 0, as after sum()", 1, lambda x: _spread(x, range(x.dim()))),
+    ("expanded along dimension 0, as after sum(0)", 2, lambda x: _spread(x, [0])),
+    ("expanded along the last dimension, as after sum(-1)", 2, lambda x: _spread(x, [x.dim() - 1])),
+    ("channels-last", 4, channels_last),
+]
+
+
 def _arrivals(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The gradient x as programs send it."""
-    if x.layout != torch.strided or not x.numel():
-        return
-    yield "a slice of a wider one, as after cat or split", padded(x)
-    if x.dim() > 1:
-        yield "transposed", permuted(x)
-    if x.dim() > 2:
-        yield "a slice along dimension 1", torch.cat([-x, x], 1)[:, x.shape[1] :]
-    yield "every other element of a longer one", stepped(x)
-    if x.dim():
-        yield "a slice with an offset, as after cat along dimension 0", torch.cat([-x, x])[len(x) :]
-        yield "contiguous, one element into its memory, which is not aligned to 16 bytes", unaligned(x)
-        yield "expanded with strides of 0, as after sum()", _spread(x, range(x.dim()))
-    if x.dim() > 1:
-        yield "expanded along dimension 0, as after sum(0)", _spread(x, [0])
-        yield "expanded along the last dimension, as after sum(-1)", _spread(x, [x.dim() - 1])
-    if x.dim() in (4, 5):
-        yield "channels-last", channels_last(x)
+    for how, dims, change in _ARRIVALS if x.layout == torch.strided and x.numel() else ():
+        if x.dim() >= dims:
+            yield how, change(x)
 
 
 def gradient_layouts(case: Case) -> str | None:
@@ -148,9 +128,11 @@ def gradient_layouts(case: Case) -> str | None:
         "gradients arrive with any strides: the backward, or the operator that it calls, must read them by their strides or "
         "start from grad.contiguous()"
     )
-    differentiated = [k for k, out in enumerate(case.run(*case.fresh(grad=True))) if out.requires_grad]
+    outs = case.run(*case.fresh(grad=True))
+    differentiated = [k for k, out in enumerate(outs) if out.requires_grad and has_numbers(out)]
+    count = len(differentiated)
 
-    def pull(k: int, g: Tensor | None, others: bool, fakes: _FakesCompared | None = None) -> list[Tensor | None]:
+    def gradients(k: int, g: Tensor | None, others: bool, fakes: _FakesCompared | None = None) -> list[Tensor | None]:
         """The gradients if output k gets this gradient, and the others theirs, or none."""
 
         def given(outs: list[Tensor]) -> list[Tensor | None]:
@@ -159,12 +141,10 @@ def gradient_layouts(case: Case) -> str | None:
 
         return _pull(case, case.fresh(), case.wanted, given, fakes=fakes)
 
-    count = len(differentiated)
-    parts = [pull(k, None, False, fakes) for k in range(count)]
+    parts = [gradients(k, None, False, fakes) for k in range(count)]
     fakes.report(case, "in its backward")
-    fakes.raising = not fakes.raised
     if count > 1:
-        sums = [sum((g for g in each if g is not None), torch.zeros(())) for each in zip(*parts, strict=True)]
+        sums = [sum((g for g in part if g is not None), torch.zeros(())) for part in zip(*parts, strict=True)]
         sums = [None if g is None else s.to(g.device) for g, s in zip(whole, sums, strict=True)]
         if wrong := unlike_gradients(case.asked, sums, whole, coarse=1e-4):
             case.fail(
@@ -175,11 +155,11 @@ def gradient_layouts(case: Case) -> str | None:
     rejects = ""
     made = cotangents([case.expected[k] for k in differentiated])
     for k, (how, arriving) in ((k, way) for k, given in enumerate(made) for way in _arrivals(given)):
-        expected = pull(k, arriving.clone(memory_format=torch.contiguous_format), True)
+        expected = gradients(k, arriving.clone(memory_format=torch.contiguous_format), True)
         which = "the gradient" if count == 1 else f"the gradient of output {differentiated[k]}"
         where = f"{which} is {how} (shape {list(arriving.shape)}, strides {arriving.stride()})"
         try:
-            got = pull(k, arriving, True, fakes)
+            got = gradients(k, arriving, True, fakes)
         except Exception as error:
             if refused(error) or "contiguous" in str(error) and "view size" not in str(error):
                 rejects = rejects or f"{where}: backward rejects it: {all_lines(error)}"
@@ -272,59 +252,16 @@ def broadcast_gradients(case: Case) -> str | None:
 # ---- saved tensors ----
 
 
-class _Made(TorchDispatchMode):
-    """Collects the memory that operators return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[tuple[StorageWeakRef, str]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.layout == torch.strided and x.numel() > 2:  # not a seed or a scale
-                self.tensors.append(_memory(x, f"a {dtype_name(x.dtype)} tensor of shape {list(x.shape)}"))
-        return out
-
-
-def _memory(x: Tensor, name: str) -> tuple[StorageWeakRef, str]:
-    return StorageWeakRef(x.untyped_storage()), name
-
-
-def _kept(case: Case, tensors: list[Tensor], grad: bool = True) -> tuple[list[str], dict[str, Tensor]]:
-    """What stays alive in the graph of a call besides what saved_tensors_hooks take out of it.
-
-    Returns:
-        The names of inputs and outputs, and other tensors that the call computed, as bytes.
-    """
-    if case.device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize(case.device)
-    enabled, made = gc.isenabled(), _Made()
-    gc.disable()  # a collection would free a reference cycle
-    try:
-        with made, torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x), torch.set_grad_enabled(grad):
-            inputs = [x.requires_grad_().clone() if flag else x for x, flag in zip(tensors, case.wanted, strict=True)]
-            named = [_memory(x, name) for x, name in zip(inputs, case.names, strict=True)]
-            outs = list(case.run(*inputs))
-        named += [_memory(out, f"output {k}") for k, out in enumerate(outs) if out.layout == torch.strided]
-        nodes = [out.grad_fn for out in outs]
-        tensors.clear()
-        del inputs, outs
-        known = {memory.cdata for memory, _ in named}
-        others = {memory.cdata: (memory, name) for memory, name in made.tensors if memory.cdata not in known}
-        names = [name for memory, name in named if not memory.expired()]
-        others = {name: memory for memory, name in others.values() if not memory.expired()}
-        contents = {name: _bytes(memory, case) for name, memory in others.items()}
-        del nodes
-        return names, {name: held for name, held in contents.items() if others[name].expired()}
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _bytes(memory: StorageWeakRef, case: Case) -> Tensor:
-    storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
-    return torch.empty(0, dtype=torch.uint8, device=case.device).set_(storage).cpu().clone()
+def _attributes(outs: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors among the attributes of a graph's nodes, such as those of ctx; what was saved is not among them."""
+    nodes, seen, found = [out.grad_fn for out in outs], set(), []
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            found += [x for x in tree_leaves(getattr(node, "__dict__", {})) if isinstance(x, Tensor)]
+    return found
 
 
 def _other(x: Tensor) -> Tensor:
@@ -340,42 +277,58 @@ def saved_tensors(case: Case) -> str | None:
         "through .data; not as attributes of ctx, in saved_data, in a closure or in a global"
     )
     unseen = "saved_tensors_hooks, checkpointing and offloading do not see it"
-    kept, computed = _kept(case, case.fresh())
-    cached, _ = _kept(case, case.fresh(), grad=False)
-    kept = [name for name in kept if name not in cached]
-    if name := next((name for name in kept if name.startswith("output ")), ""):
-        case.fail(
-            f"it keeps {name} for backward without save_for_backward: the output and its graph refer to each other, so their "
-            f"memory leaks, and {unseen}",
-            remedy,
-        )
-    if computed:
-        _, again = _kept(case, [_other(x) if has_numbers(x) else x for x in case.fresh()])
-        for name, held in computed.items():
-            if name in again and not torch.equal(held, again[name]):
-                case.fail(f"it keeps {name} for backward without save_for_backward, so {unseen}", remedy)
-    changes: dict[str, Callable[[list[Tensor], Sequence[Tensor]], Any]] = {}
-    for i, name in enumerate(case.names):
-        changes[f"changing {name} in place"] = lambda tensors, outs, i=i: tensors[i].copy_(_other(tensors[i]))
-    for k in range(len(case.expected)):
-        changes[f"changing output {k} in place"] = lambda tensors, outs, k=k: outs[k].copy_(_other(outs[k]))
-    changes["another call, of other values,"] = lambda tensors, outs: case.run(*case.leaf(map(_other, tensors)))
-    for what, change in changes.items():
-        tensors = case.fresh()
-
-        def between(outs: Sequence[Tensor], change: Any = change, tensors: list[Tensor] = tensors) -> None:
-            with torch.set_grad_enabled("another" in what):  # noqa: B023 -- it is called in this turn of the loop
-                change(tensors, outs)
-
-        try:
-            got = _pull(case, tensors, case.wanted, between=between)
-        except Exception:  # such as PyTorch's error for a saved tensor that was modified
-            continue
-        if wrong := unlike_gradients(case.asked, got, expected):
-            case.fail(f"after {what} between forward and backward, without an error, {wrong}", remedy)
+    tensors, others = case.fresh(grad=True), case.leaf(_other(x) if has_numbers(x) else x for x in case.fresh())
+    outs = case.run(*tensors)
+    names = {storage_of(out): f"output {k}" for k, out in enumerate(outs)}
+    names |= {storage_of(x): name for name, x in zip(case.names, tensors, strict=True)}
+    names.pop(None, None)  # of tensors without memory
+    held, again, kept = _attributes(outs), [], ""
+    if any(storage_of(x) not in names for x in held):
+        with contextlib.suppress(Exception):  # it may refuse the values
+            again = _attributes(case.run(*others))
+    for x, other in itertools.zip_longest(held, again[: len(held)]):
+        name = names.get(storage_of(x), "")
+        if name.startswith("output "):
+            case.fail(
+                f"it keeps {name} for backward without save_for_backward: the output and its graph refer to each other, so their "
+                f"memory leaks, and {unseen}",
+                remedy,
+            )
+        # A table, which depends on no input, may stay, and so may a seed or a scale.
+        changed = other is not None and other.shape == x.shape and differs([other], [x], exact=True)
+        if not name and changed and x.numel() > 2:
+            what = f"a {dtype_name(x.dtype)} tensor of shape {list(x.shape)}"
+            case.fail(f"it keeps {what} for backward without save_for_backward, so {unseen}", remedy)
+        kept = kept or name
+    _changed_between(case, expected, remedy)
     if kept:
         case.warn(
-            f"it keeps {kept[0]} for backward without save_for_backward, which holds its memory; {unseen}",
+            f"it keeps {kept} for backward without save_for_backward, which holds its memory; {unseen}",
             "keep only what backward needs, such as x.shape; " + remedy,
         )
     return None
+
+
+def _changed_between(case: Case, expected: list[Tensor | None], remedy: str) -> None:
+    """What is changed in place between forward and backward gives PyTorch's error, or the same gradients."""
+
+    def gradients(which: str, at: int = 0) -> list[Tensor | None]:
+        tensors = case.fresh()
+
+        def between(outs: Sequence[Tensor]) -> None:
+            if which == "call":
+                case.run(*case.leaf(map(_other, tensors)))
+                return
+            with torch.no_grad():
+                x = (tensors if which == "input" else outs)[at]
+                x.copy_(_other(x))
+
+        return _pull(case, tensors, case.wanted, between=between)
+
+    changes = [(f"changing {name} in place", "input", i) for i, name in enumerate(case.names)]
+    changes += [(f"changing output {k} in place", "output", k) for k in range(len(case.expected))]
+    for what, which, at in [*changes, ("another call, of other values,", "call", 0)]:
+        with only_verdicts():  # no error, such as PyTorch's for a saved tensor that was modified
+            got = gradients(which, at)
+            if wrong := unlike_gradients(case.asked, got, expected):
+                case.fail(f"after {what} between forward and backward, without an error, {wrong}", remedy)

@@ -13,7 +13,7 @@ from torch import Tensor
 from openreg_tools.check.case import Case, Results, refuse, skip
 from openreg_tools.check.checks.common import CONTIGUOUS, layouts_of, needs_sizes, picks, refused
 from openreg_tools.check.checks.fakes import run_fake, unlike_fake
-from openreg_tools.check.checks.machine import needs_written
+from openreg_tools.check.checks.results import needs_written
 from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import differs, has_numbers, tolerance
 from openreg_tools.core.variations import of_sizes, sizes_of
@@ -89,7 +89,7 @@ def _as_contiguous(case: Case, name: str, tensors: list[Tensor], straight: list[
                 )
             return clear(case, error, f"{inputs}{what and ', backward of'}")
         if ties:
-            got, expected = (list(filter(has_numbers, each)) for each in (got, expected))
+            got, expected = (list(filter(has_numbers, found)) for found in (got, expected))
         results = (Results([], got), Results([], expected)) if what else (got, expected)
         case.expect(*results, f"for {inputs}", "contiguous inputs give", remedy)
     return ""
@@ -205,10 +205,9 @@ def large_strides(case: Case) -> str | None:
     if case.seeded:
         skip("its numbers are random, and drawn in the order of memory")
     needs_written(case)
-    tensors = case.fresh()
     reasons = []
     for columns in (False, True):
-        able = [i for i, x in enumerate(tensors) if _apart(x, columns, 0) is not None]
+        able = [i for i, x in enumerate(case.fresh()) if _apart(x, columns, 0) is not None]
         reason = _apart_and_near(case, able, columns) if able else None
         if reason and len(able) > 1:  # it may copy one argument, and reject another
             reason = all([_apart_and_near(case, [i], columns) for i in able]) and reason
@@ -223,63 +222,56 @@ def large_strides(case: Case) -> str | None:
 def _apart_and_near(case: Case, some: list[int], columns: bool) -> str:
     """Compare large strides of some arguments with small ones; returns why it refuses both, or ""."""
     remedy = "compute offsets in 64 bits (int64_t; .to(tl.int64) in Triton), or copy first (x.contiguous())"
-    names, reason = ", ".join(case.names[i] for i in some), ""
-    for step in (2**32, 2**31 - 2**20):
-        near, far = (
-            [_apart(x, columns, by) if i in some else x for i, x in enumerate(case.fresh())] for by in (0, step)
-        )
-        inputs = f"{names} with {'columns' if columns else 'rows'} {step} elements apart"
-        case.trying(inputs)
-        try:
-            expected = case.in_place(near)
-        except Exception as error:
-            return clear(case, error, "rows with unused memory between them")
-        if differs(expected, case.in_place(case.fresh())):
-            return "it ignores strides: see layouts"
-        what = "it"
-        try:
-            wrong = differs(case.in_place(far), expected)
-            if not wrong and case.has_derivative and not case.written:
-                what = "its backward"
-                got, expected = (Results([], case.gradients_of(x)) for x in (far, near))
-                wrong = case.unlike(got, expected)
-        except Exception as error:
-            if not (_by_design(error) or isinstance(error, MemoryError) or _MEMORY.search(str(error))):
-                case.fail(f"given {inputs}, {what} raised {all_lines(error)}", remedy)
-            reason = f"{inputs}: {all_lines(error)}"
-            continue
-        if wrong:
-            case.fail(f"given {inputs}, {wrong}, which near ones give", remedy)
-        return ""
-    return reason
+    near, far = (
+        [_apart(x, columns, step) if i in some else x for i, x in enumerate(case.fresh())] for step in (0, 2**32)
+    )
+    names = ", ".join(case.names[i] for i in some)
+    inputs = f"{names} with {'columns' if columns else 'rows'} {2**32} elements apart"
+    case.trying(inputs)
+    try:
+        expected = case.in_place(near)
+    except Exception as error:
+        return clear(case, error, "rows with unused memory between them")
+    if differs(expected, case.in_place(case.fresh())):
+        return "it ignores strides: see layouts"
+    what = "it"
+    try:
+        wrong = differs(case.in_place(far), expected)
+        if not wrong and case.has_derivative and not case.written:
+            what = "its backward"
+            wrong = case.unlike(*(Results([], case.gradients_of(tensors)) for tensors in (far, near)))
+    except Exception as error:
+        if not (_by_design(error) or isinstance(error, MemoryError) or _MEMORY.search(str(error))):
+            case.fail(f"given {inputs}, {what} raised {all_lines(error)}", remedy)
+        return f"{inputs}: {all_lines(error)}"
+    if wrong:
+        case.fail(f"given {inputs}, {wrong}, which near ones give", remedy)
+    return ""
 
 
 def _apart(x: Tensor, columns: bool, step: int) -> Tensor | None:
     """The same values with `step` and a few more elements of unused memory between rows or columns, if that is possible."""
     last = x.dim() - 1
-    outer = [d for d in range(x.dim()) if (d == last) == columns or last == 0]
-    if x.layout != torch.strided or not any(x.shape[d] > 1 for d in outer) or columns and last == 0:
+    able = [d for d in ([last] if columns == (last > 0) else range(last)) if x.dim() and x.shape[d] > 1]
+    if x.layout != torch.strided or not able or not x.numel():
         return None
-    strides, block = [0] * x.dim(), 1
-    for d in reversed(range(x.dim())):
-        if d not in outer:
-            strides[d], block = block, block * max(x.shape[d], 1)
-    pages, stride = block * x.element_size() // 4096 + 1, step + 2 * block + 1
-    for d in reversed(outer):
-        strides[d], stride, pages = stride, stride * max(x.shape[d], 1), pages * x.shape[d]
-    before = step // 2
-    size = (before + stride) * x.element_size()
-    if not x.numel() or pages > 2**13 or (2**33 // step if step else 1) * size > 2**46:
+    far, size = able[0], x.element_size()
+    block = x.numel() // x.shape[far]
+    strides = list(torch.empty((*x.shape[:far], 1, *x.shape[far + 1 :]), device="meta").stride())
+    strides[far] = step + 2 * block + 1
+    if x.shape[far] * (block * size // 4096 + 1) > 2**13 or x.shape[far] * size > 2**13:
         return None
     if not step:
         return torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
+    before = step // 2
+    count = (before + strides[far] * x.shape[far]) * size
     try:
         file = os.memfd_create("large strides")
         try:
-            os.ftruncate(file, size)
-            memory = mmap.mmap(file, size)  # shared: it counts when it is touched
+            os.ftruncate(file, count)
+            memory = mmap.mmap(file, count)  # shared: it counts when it is touched
         finally:
             os.close(file)
     except (AttributeError, OSError, OverflowError) as error:
-        skip(f"no virtual memory of {size} bytes: {all_lines(error)}")
+        skip(f"no virtual memory of {count} bytes: {all_lines(error)}")
     return torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, strides, before).copy_(x)

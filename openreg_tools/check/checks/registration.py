@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from openreg_tools.check.case import Case, Verdict, attached, skip
-from openreg_tools.check.checks.common import is_symbolic, needs_order, scaled
+from openreg_tools.check.case import Case, Verdict, pull, skip
+from openreg_tools.check.checks.common import is_symbolic, needs_order, others_than, scaled
 from openreg_tools.check.checks.derivatives import derivative, gradcheck
 from openreg_tools.check.checks.fakes import fake_mode, faking, run_fake, unlike_fake
 from openreg_tools.core.blocks import all_lines
-from openreg_tools.core.samples import Sample
-from openreg_tools.core.variations import of_sizes, sizes_of
+from openreg_tools.core.variations import of_sizes, reversed_in, sizes_of
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -33,13 +32,13 @@ def _other_inputs(case: Case) -> Iterator[tuple[str, list[Tensor]]]:
     yield "the sample", case.fresh()
     for what, factor in (("negated", -1.0), ("smaller", 0.125), ("larger", 8.0)):
         yield f"{what} values", [scaled(x, factor) for x in case.fresh()]
+    if any(x.layout != torch.strided for x in case.leaves):
+        return
     for i, name in enumerate(case.names):
         tensors = case.fresh()
-        if tensors[i].layout == torch.strided and tensors[i].numel() > 1:
-            flat = tensors[i].flatten()
-            tensors[i] = (~flat if flat.dtype == torch.bool else flat.roll(1)).view(tensors[i].shape)
-            yield f"other values of {name}", tensors
-    for size in sizes_of(case.leaves) if all(x.layout == torch.strided for x in case.leaves) else ():
+        tensors[i] = ~tensors[i] if tensors[i].dtype == torch.bool else reversed_in(tensors[i])
+        yield f"other values of {name}", tensors
+    for size in sizes_of(case.leaves):
         yield f"sizes of {size + 1} instead of {size}", of_sizes(case.fresh(), {size: size + 1})
 
 
@@ -49,13 +48,13 @@ def _numbers(case: Case, tensors: list[Tensor]) -> list[Any]:
     with torch.no_grad():
         out = case.op(*args, **kwargs)
     outs = (out,) if len(case.schema.returns) == 1 else out or ()
-    kinds = [str(each.type) for each in case.schema.returns]
+    kinds = [str(returned.type) for returned in case.schema.returns]
     return tree_leaves([value for value, kind in zip(outs, kinds, strict=True) if "Tensor" not in kind])
 
 
 def fake_numbers(case: Case) -> str | None:
     """The fake kernel gives the kernel's numbers (int, float, bool), or new symbols, for other inputs too."""
-    if all("Tensor" in str(each.type) for each in case.schema.returns):
+    if all("Tensor" in str(returned.type) for returned in case.schema.returns):
         skip("it returns no number")
     needs_order(case)
     tried = 0
@@ -131,24 +130,20 @@ def _another(argument: Any, case: Case) -> Any:
     """A value unlike an argument's default; None if there is none. Only fake kernels get it, unless it is a bool."""
     kind = re.sub(r"^Optional\[(.*)\]$", r"\1", str(argument.type)).replace("SymInt", "int")
     default = argument.default_value
-    if isinstance(default, bool):
-        return not default
-    if isinstance(default, (int, float)) and kind in ("int", "float", "number"):
-        return default + 1
-    if isinstance(default, str):
-        return default + "x"
+    if others := others_than(default) if kind in ("bool", "int", "float", "number", "str") else []:
+        return others[0]
     if kind == "Tensor":
         return case.fresh()[0] if case.leaves else None
     if kind.startswith("List["):
-        if default and all(isinstance(each, (int, float)) for each in default):
-            return [each + 1 for each in default]
+        if default and all(isinstance(number, (int, float)) for number in default):
+            return [number + 1 for number in default]
         return [_VALUES[kind[5:-1]]] if kind[5:-1] in _VALUES else None
     return _VALUES.get(kind)
 
 
 def defaults(case: Case) -> str | None:
     """Kernel, fake kernel, derivative, batching rule and autocast take each argument with a default, passed or omitted."""
-    optional = [each for each in case.schema.arguments if each.has_default_value()]
+    optional = [argument for argument in case.schema.arguments if argument.has_default_value()]
     if not optional:
         skip("no argument has a default")
     calls: list[tuple[str, dict[str, Any], bool]] = [("which omits its arguments with a default", {}, True)]
@@ -156,7 +151,7 @@ def defaults(case: Case) -> str | None:
         if (value := _another(argument, case)) is not None:
             shown = "a tensor" if isinstance(value, Tensor) else repr(value)
             calls.append((f"with {argument.name}={shown}", {argument.name: value}, isinstance(value, bool)))
-    names = {each.name for each in optional}
+    names = {argument.name for argument in optional}
     for what, changes, may_run in calls:
         real = None
         if may_run and case.leaves:
@@ -192,10 +187,7 @@ def _gradient_with(case: Case, name: str, value: float) -> None:
     """Fail if the gradient is right for the sample, and wrong for another value of an argument."""
     if not case.has_derivative or case.intended or case.mutable:
         return
-    every = [(each, value if each.name == name else case.value(each.name)) for each in case.schema.arguments]
-    positional = [x for each, x in every if not each.kwarg_only]
-    sample = Sample(*positional, **{each.name: x for each, x in every if each.kwarg_only})
-    other = Case(case.op, sample, case.device, differentiate=derivative)
+    other = Case(case.op, case.sample_with(name, value), case.device, differentiate=derivative)
     try:
         gradcheck(case)
     except Verdict:
@@ -226,8 +218,7 @@ def _places(case: Case) -> dict[str, Any]:
 
     def gradient(call: Any, tensors: list[Tensor]) -> None:
         leaves = case.leaf(tensors)
-        outs = attached(_tensors(call(leaves)))
-        torch.autograd.grad(outs, case.of(leaves), [torch.ones_like(x) for x in outs], allow_unused=True)
+        pull(_tensors(call(leaves)), leaves, lambda outs: list(map(torch.ones_like, outs)))
 
     def batched(call: Any, tensors: list[Tensor]) -> None:
         torch.vmap(lambda *rows: call(list(rows)))(*(torch.stack([x, x]) for x in tensors))
@@ -268,7 +259,7 @@ def _unless_accepted(case: Case, what: str, place: str, error: Exception) -> Non
 
 def int_sizes(case: Case) -> str | None:
     """An argument that is a size of an output is SymInt in the schema, so that a new size does not compile again."""
-    ints = [each for each in case.schema.arguments if "int" in str(each.type) and not is_symbolic(case.op, each.name)]
+    ints = [a for a in case.schema.arguments if "int" in str(a.type) and not is_symbolic(case.op, a.name)]
     if not ints:
         skip("no argument is an int")
     sizes = set(sizes_of(case.leaves))

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from openreg_tools.check.case import Case, Verdict, attached, refuse, skip
+from openreg_tools.check.case import Case, Verdict, attached, pull, refuse, skip
 from openreg_tools.check.checks.common import needs_order, needs_sizes, only_verdicts
 from openreg_tools.check.checks.fakes import run_fake
 from openreg_tools.check.checks.inputs import against
-from openreg_tools.check.checks.machine import garbage, needs_written
+from openreg_tools.check.checks.results import garbage, needs_written
 from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import differs, has_numbers, same_bits
 from openreg_tools.core.samples import dtype_name
@@ -80,8 +80,7 @@ class _Backward(_Forward):
 
     def __init__(self, case: Case, size: int, factor: int, odd: bool) -> None:
         super().__init__(case, size, factor, odd)
-        count = len(case.expected)
-        self.names = [*case.names, *(f"the gradient of output {i}" for i in range(count))]
+        self.names = [*case.names, *(f"the gradient of output {i}" for i in range(len(case.expected)))]
 
     def inputs(self, n: int) -> list[Tensor]:
         tensors = super().inputs(n)
@@ -90,10 +89,11 @@ class _Backward(_Forward):
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
         count = len(self.case.leaves)
         tensors = self.case.leaf(inputs[:count])
-        outs = attached(self.case.run(*tensors))
-        given = [g.to(out.dtype) for g, out in zip(inputs[count:], outs, strict=True)]
-        grads = torch.autograd.grad(outs, self.case.of(tensors), given, allow_unused=True)
-        return [grad.detach() for grad in grads if grad is not None]
+
+        def given(outs: list[Tensor]) -> list[Tensor]:
+            return [g.to(out.dtype) for g, out in zip(inputs[count:], outs, strict=True)]
+
+        return [grad.detach() for grad in pull(self.case.run(*tensors), tensors, given) if grad is not None]
 
 
 def by_position(x: Tensor) -> Tensor:
@@ -140,26 +140,113 @@ class _Result:
 
     def of_all(self) -> list[Tensor]:
         """Where the outputs differ if all inputs differ; integers, which may be indices, only where nothing else can."""
-        seen = [torch.zeros(out.shape, dtype=torch.bool) for out in self.outs]
         floats = any(map(has_numbers, self.inputs))
+
+        def other(x: Tensor, k: int) -> Tensor:
+            if has_numbers(x):
+                return (x * by_position(x), -x, x + 100 * by_position(x))[k]
+            return x if floats else x.flatten().roll(k + 1).view(x.shape)
+
+        seen = [torch.zeros(out.shape, dtype=torch.bool) for out in self.outs]
         for k in range(3):
             with contextlib.suppress(Exception):
-                others = [
-                    (x * by_position(x), -x, x + 100 * by_position(x))[k]
-                    if has_numbers(x)
-                    else x
-                    if floats
-                    else x.flatten().roll(k + 1).view(x.shape)
-                    for x in self.inputs
-                ]
-                seen = [a | b for a, b in zip(seen, self.changes(others), strict=True)]
+                seen = [a | b for a, b in zip(seen, self.changes([other(x, k) for x in self.inputs]), strict=True)]
         return seen
+
+
+def _in_proportion(aligned: _Result, longer: _Result, odd: _Result) -> bool:
+    """Returns true if the shapes of the third result follow from those of the others."""
+    shapes = [*zip(aligned.shapes, longer.shapes, odd.shapes, strict=False)]
+    if not len(aligned.shapes) == len(longer.shapes) == len(odd.shapes):
+        return False
+    return all(len(a) == len(b) == len(c) for a, b, c in shapes) and all(
+        (z - x) * aligned.n == (y - x) * (odd.n - aligned.n) for shape in shapes for x, y, z in zip(*shape, strict=True)
+    )
+
+
+class _Rules:
+    """What holds for sizes that leave no remainder, and therefore for others."""
+
+    def __init__(self, aligned: _Result, longer: _Result) -> None:
+        self.longer, call, long = longer, aligned.call, aligned.n * aligned.call.factor
+        pairs = zip(aligned.shapes, longer.shapes, strict=True)
+        dims = [[d for d, (a, b) in enumerate(zip(*pair, strict=True)) if a != b] for pair in pairs]
+        self.inside, outside = dims[: len(aligned.inputs)], dims[len(aligned.inputs) :]
+        # If an element affects outputs only at its own place, then a longer result begins with the shorter one. Equal bits,
+        # because a mean differs by little where there are many elements, and by much where there are few.
+        finite = all(not has_numbers(out) or bool(out.isfinite().all()) for out in longer.outs)
+        self.local = finite and any(outside) and all(map(same_bits, aligned.outs, self.beginning(aligned)))
+        self.matters: list[int] = []  # the inputs of which each element affects an output
+        moved: dict[int, bool] = {}
+        for i in (i for i, dims in enumerate(self.inside) if dims):
+            try:
+                changes = {place: aligned.of_one(i, self.inside[i], place) for place in _ends(long)}
+            except Exception:
+                self.local = False
+                continue
+            if all(any(map(torch.any, changed)) for changed in changes.values()):
+                self.matters.append(i)
+            for place, changed in changes.items():
+                moved[place] = moved.get(place, False) or any(map(torch.any, changed))
+                for where, dims in zip(changed, outside, strict=True):
+                    for d in dims:
+                        if where.shape[d] == long:
+                            where = where.index_fill(d, torch.tensor([place]), False)
+                    self.local = self.local and not where.any()
+        self.local = self.local and all(moved.values())
+        self.depends = [  # whether each element of an output depends on the inputs
+            changed.numel() > 0
+            and bool(changed.all())
+            and (has_numbers(out) or not any(map(has_numbers, aligned.inputs)))
+            for changed, out in zip(aligned.of_all(), aligned.outs, strict=True)
+        ]
+        self.inward = False  # whether it reads only its inputs
+        with contextlib.suppress(Exception):
+            self.inward = not differs(call([offset(x) for x in aligned.inputs]), aligned.outs)
+
+    def beginning(self, odd: _Result) -> list[Tensor]:
+        """What the longer result begins with."""
+        return [out[tuple(map(slice, x.shape))] for out, x in zip(self.longer.outs, odd.outs, strict=True)]
+
+    def verify(self, odd: _Result, long: int, few: bool) -> None:
+        """Fail if a rule does not hold; `few` elements may not matter each."""
+        call, case = odd.call, odd.call.case
+        inputs = f"given {odd.text()}" + (", in the backward" if call.what == "gradient" else "")
+        if call.what == "output":
+            against(case, odd.inputs, odd.text())
+
+        def equal(got: list[Tensor], expected: list[Tensor], why: str) -> None:
+            if wrong := differs(got, expected, call.what):
+                case.fail(f"{inputs}, {wrong}{why}", _REMAINDER)
+
+        for pattern in (0x5A, 0xFF):
+            with garbage(case, pattern):
+                outs = call(odd.inputs)
+            why = f" if fresh memory is filled with 0x{pattern:02X} bytes: it does not write all of it"
+            equal(outs, odd.outs, why)
+        if self.inward:
+            outs = call([offset(x) for x in odd.inputs])
+            equal(outs, odd.outs, " if NaN surrounds them in memory: it reads past their ends")
+        if self.local:
+            equal(odd.outs, self.beginning(odd), ", with which the result for longer inputs begins")
+        for i in () if few else self.matters:
+            if not any(map(torch.any, odd.of_one(i, self.inside[i], odd.n * call.factor - 1))):
+                case.fail(
+                    f"{inputs}, the last element of {call.names[i]} has no effect on any {call.what}, but among {long} it has",
+                    _REMAINDER,
+                )
+        for k, changed in enumerate([] if few else odd.of_all()):
+            if self.depends[k] and not changed.flatten()[-1]:
+                last = odd.outs[k].flatten()[-1].item()
+                case.fail(
+                    f"{inputs}, the last element of {call.what} {k} is {last:.6g} for any input, but not of {long}",
+                    _REMAINDER,
+                )
 
 
 def _around(call: _Forward, full: int) -> str:
     """Compare results of sizes with and without a remainder; returns why that is impossible, or ""."""
-    case, begin, long = call.case, time.thread_time(), full * call.factor
-    results = []
+    begin, results = time.thread_time(), []
     try:
         for n in (full, full + _AROUND[0], 2 * full):
             results.append(_Result(call, n))
@@ -168,99 +255,16 @@ def _around(call: _Forward, full: int) -> str:
     except Exception as error:
         return all_lines(error)
     aligned, first, longer = results
-    each = range(len(aligned.shapes))
-    if len(longer.shapes) != len(each) or any(len(aligned.shapes[k]) != len(longer.shapes[k]) for k in each):
-        return "the number of its outputs depends on their size"
-    slopes = [[(b - a) // full for a, b in zip(aligned.shapes[k], longer.shapes[k], strict=True)] for k in each]
-
-    def expected(n: int) -> list[list[int]]:
-        """The shapes of inputs and outputs for another size."""
-        pairs = zip(aligned.shapes, slopes, strict=True)
-        return [[a + b * (n - full) for a, b in zip(*pair, strict=True)] for pair in pairs]
-
-    def start(n: int) -> list[Tensor]:
-        """What the longer result begins with."""
-        shapes = expected(n)[len(aligned.inputs) :]
-        return [out[tuple(map(slice, shape))] for out, shape in zip(longer.outs, shapes, strict=True)]
-
-    if any(result.shapes != expected(result.n) for result in (longer, first)):
+    if not _in_proportion(aligned, longer, first):
         return "its outputs do not become longer in proportion to its inputs"
-    dims = [[d for d, slope in enumerate(slopes[k]) if slope] for k in each]
-    inside, outside = dims[: len(aligned.inputs)], dims[len(aligned.inputs) :]
-
-    # What holds where no remainder is left: each element affects an output, and each output depends on the inputs.
-    # If an element affects outputs only at its own place, then a longer result begins with the shorter one. Equal bits,
-    # because a mean differs by little where there are many elements, and by much where there are few.
-    finite = all(not has_numbers(out) or bool(out.isfinite().all()) for out in longer.outs)
-    matters, local = [], finite and any(outside) and all(map(same_bits, aligned.outs, start(full)))
-    moved: dict[int, bool] = {}
-    for i in (i for i, dims in enumerate(inside) if dims):
-        try:
-            changes = {place: aligned.of_one(i, inside[i], place) for place in _ends(long)}
-        except Exception:
-            local = False
-            continue
-        if all(any(map(torch.any, changed)) for changed in changes.values()):
-            matters.append(i)
-        for place, changed in changes.items():
-            moved[place] = moved.get(place, False) or any(map(torch.any, changed))
-            for where, dims in zip(changed, outside, strict=True):
-                for d in dims:
-                    if where.shape[d] == long:
-                        where = where.index_fill(d, torch.tensor([place]), False)
-                local = local and not where.any()
-    local = local and all(moved.values())
-    depends = [
-        changed.numel() > 0 and bool(changed.all()) and (has_numbers(out) or not any(map(has_numbers, aligned.inputs)))
-        for changed, out in zip(aligned.of_all(), aligned.outs, strict=True)
-    ]
-
-    inward = False  # whether it reads only its inputs, if nothing remains
-    with contextlib.suppress(Exception):
-        inward = not differs(call([offset(x) for x in aligned.inputs]), aligned.outs)
-
+    rules = _Rules(aligned, longer)
     for n in (*(full + by for by in _AROUND), *(n for n in _SHORT if n >= call.size), full):
         if time.thread_time() - begin > _SECONDS:
             break
         with only_verdicts():
             odd = _Result(call, n)
-            if odd.shapes != expected(n):
-                continue
-            inputs = f"given {odd.text()}" + (", in the backward" if call.what == "gradient" else "")
-            if call.what == "output":
-                against(case, odd.inputs, odd.text())
-            for pattern in (0x5A, 0xFF):
-                with garbage(case, pattern):
-                    outs = call(odd.inputs)
-                if wrong := differs(outs, odd.outs, call.what):
-                    case.fail(
-                        f"{inputs}, {wrong} if fresh memory is filled with 0x{pattern:02X} bytes: it does not "
-                        "write all of it",
-                        _REMAINDER,
-                    )
-            if inward and (wrong := differs(call([offset(x) for x in odd.inputs]), odd.outs, call.what)):
-                case.fail(
-                    f"{inputs}, {wrong} if NaN surrounds them in memory: it reads past their ends",
-                    _REMAINDER,
-                )
-            if local and (wrong := differs(odd.outs, start(n), call.what)):
-                case.fail(f"{inputs}, {wrong}, with which the result for longer inputs begins", _REMAINDER)
-            if n in _SHORT:  # too few to say that each matters
-                continue
-            for i in matters:
-                if not any(map(torch.any, odd.of_one(i, inside[i], n * call.factor - 1))):
-                    case.fail(
-                        f"{inputs}, the last element of {call.names[i]} has no effect on any {call.what}, but "
-                        f"among {long} it has",
-                        _REMAINDER,
-                    )
-            for k, changed in enumerate(odd.of_all()):
-                if depends[k] and not changed.flatten()[-1]:
-                    last = odd.outs[k].flatten()[-1].item()
-                    case.fail(
-                        f"{inputs}, the last element of {call.what} {k} is {last:.6g} for any input, but not of {long}",
-                        _REMAINDER,
-                    )
+            if _in_proportion(aligned, longer, odd):
+                rules.verify(odd, full * call.factor, few=n in _SHORT)
     return ""
 
 
@@ -353,6 +357,6 @@ def _moved(call: _Forward, inputs: list[Tensor], expected: list[Tensor], dtype: 
     with torch.autograd.graph.saved_tensors_hooks(rounded, lambda x: x):
         results.append(call(inputs))
     differences = [
-        [(a.double() - b.double()).abs().cpu() for a, b in zip(each, expected, strict=True)] for each in results
+        [(a.double() - b.double()).abs().cpu() for a, b in zip(result, expected, strict=True)] for result in results
     ]
-    return [torch.stack(each).amax(0) for each in zip(*differences, strict=True)]
+    return [torch.stack(moved).amax(0) for moved in zip(*differences, strict=True)]

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from openreg_tools.check.case import Case, Results, attached, cotangents, skip
-from openreg_tools.check.checks.common import scaled
-from openreg_tools.check.checks.machine import perturbed
+from openreg_tools.check.case import Case, Results, cotangents, pull, skip
+from openreg_tools.check.checks.common import others_than, scaled
+from openreg_tools.check.checks.results import perturbed
 from openreg_tools.core import child
 from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import differs, has_numbers
@@ -36,7 +36,7 @@ _REFUSES = (RuntimeError, NotImplementedError, TypeError, ValueError)
 
 def generator(case: Case) -> str | None:
     """With equal generators it gives equal numbers, and it draws from no other."""
-    names = [each.name for each in case.schema.arguments if "Generator" in str(each.type)]
+    names = [argument.name for argument in case.schema.arguments if "Generator" in str(argument.type)]
     if not names:
         skip("its schema has no Generator argument")
     for name in names:
@@ -76,7 +76,8 @@ def _generator(case: Case, name: str) -> None:
         torch.manual_seed(seed)
         return _draw(case, name, None)
 
-    def follows(draw: Callable[[int], list[Tensor]], numbers: list[Tensor]) -> bool:
+    def follows(draw: Callable[[int], list[Tensor]]) -> bool:
+        numbers = draw(7)
         return any(differs(draw(seed), numbers) for seed in (8, 9, 10))
 
     seeded(7)
@@ -90,7 +91,7 @@ def _generator(case: Case, name: str) -> None:
         case.fail(f"with equal generators as {name} it gives different numbers{where} ({wrong})", remedy)
     if others:
         case.fail(f"given a generator as {name}, it also draws from the global generator of {others[0]}", remedy)
-    is_used = follows(seeded, first)
+    is_used = follows(seeded)
     if is_used and not moved:
         case.fail(
             f"the state of the generator {name} is the same after the call, so the next call gives the same numbers again",
@@ -105,16 +106,14 @@ def _generator(case: Case, name: str) -> None:
             )
         if is_used or moved:
             return
-        if follows(by_default, numbers):
-            case.fail(f"with any generator as {name} it gives the same numbers", remedy)
-        if not case.seeded:
-            return
-        for *_, sample in _varied(case):  # at a probability of 0, for example, no number matters
-            varied = functools.partial(seeded, case=case.of_sample(sample))
-            with contextlib.suppress(Exception):
-                if follows(varied, varied(7)):
-                    return
-        case.fail(f"neither {name} nor torch.manual_seed changes its numbers", remedy)
+        if not follows(by_default):
+            if not case.seeded:
+                return
+            for *_, sample in _varied(case):  # at a probability of 0, for example, no number matters
+                with contextlib.suppress(Exception):
+                    if follows(functools.partial(seeded, case=case.of_sample(sample))):
+                        return
+        case.fail(f"with any generator as {name} it gives the same numbers", remedy)
 
 
 def _global_states(case: Case) -> dict[str, Tensor]:
@@ -140,7 +139,6 @@ class _Call:
 
     what: str  # how it differs from the sample: "theta=7.5"
     case: Case
-    kind: str = ""  # "size" or "argument", if that differs
 
     def run(self, factor: float = 1) -> Results | str:
         """The outputs, and the gradients under cotangents times a factor; or the error."""
@@ -148,20 +146,19 @@ class _Call:
             try:
                 tensors = self.case.fresh(grad=grad)
                 outs = list(self.case.run(*tensors))
-                return Results(_copies(outs), _copies(self.backward(outs, tensors, factor)))
+                return Results(_copies(outs), _copies(_backward(outs, tensors, factor)))
             except Exception as error:
                 raised = all_lines(error)
         return raised
 
-    def backward(self, outs: list[Tensor], tensors: list[Tensor], factor: float = 1) -> list[Tensor | None]:
-        outs = attached(outs)
-        if not outs or not any(x.requires_grad for x in tensors):
-            return []
-        given = [scaled(x, factor) for x in cotangents(outs)]
-        try:
-            return list(torch.autograd.grad(outs, self.case.of(tensors), given, allow_unused=True))
-        except Exception:  # the check `backward` reports it
-            return []
+
+def _backward(outs: list[Tensor], tensors: list[Tensor], factor: float = 1) -> list[Tensor | None]:
+    if not any(x.requires_grad for x in outs):
+        return []
+    try:
+        return pull(outs, tensors, lambda outs: [scaled(x, factor) for x in cotangents(outs)])
+    except Exception:  # the check `backward` reports it
+        return []
 
 
 def _copies(tensors: Sequence[Tensor | None]) -> list[Any]:
@@ -171,8 +168,8 @@ def _copies(tensors: Sequence[Tensor | None]) -> list[Any]:
 def _calls(case: Case) -> list[_Call]:
     """The sample, the operator's other samples, and the sample with other values, sizes, arguments and dtypes."""
 
-    def call(what: str, sample: Sample, kind: str = "") -> _Call:
-        return _Call(what, case.of_sample(sample), kind)
+    def call(what: str, sample: Sample) -> _Call:
+        return _Call(what, case.of_sample(sample))
 
     calls = [call(f"the sample ({case.sample})", case.sample)]
     calls += [call(f"({sample})", sample) for sample in case.others[:8]]
@@ -182,10 +179,9 @@ def _calls(case: Case) -> list[_Call]:
             calls.append(call("other values", _sample(case, [scaled(x, 0.75) for x in case.leaves])))
     for size in sizes_of(case.leaves)[:2]:
         for new in (size + 1, max(1, size // 2)):
-            sample = _sample(case, of_sizes(case.leaves, {size: new}))
-            calls.append(call(f"size {new} instead of {size}", sample, "size"))
+            calls.append(call(f"size {new} instead of {size}", _sample(case, of_sizes(case.leaves, {size: new}))))
     for name, value, other, sample in itertools.islice(_varied(case), 8):
-        calls.append(call(f"{name}={other!r} instead of {value!r}", sample, "argument"))
+        calls.append(call(f"{name}={other!r} instead of {value!r}", sample))
     if floating:
         dtype = torch.float64 if case.leaves[0].dtype != torch.float64 else torch.float32
         name = dtype_name(dtype)
@@ -201,22 +197,15 @@ def _sample(case: Case, tensors: list[Tensor]) -> Sample:
 
 def _varied(case: Case) -> Iterator[tuple[str, Any, Any, Sample]]:
     """The sample with another value of each number and flag: its name, its value, and the other value."""
-    for each in case.schema.arguments:
-        value = case.value(each.name)
-        others: list[Any] = []
-        if isinstance(value, bool):
-            others = [not value]
-        elif isinstance(value, int):
-            others = [value + 1, value - 1]
-        elif isinstance(value, float):
-            others = [value * 0.75 if value else 0.5]
-        for other in others:
-            yield each.name, value, other, case.sample_with(each.name, other)
+    for argument in case.schema.arguments:
+        value = case.value(argument.name)
+        for other in others_than(value) if not isinstance(value, str) else ():
+            yield argument.name, value, other, case.sample_with(argument.name, other)
 
 
 def state(case: Case) -> str | None:
     """A result depends on the arguments alone, not on earlier or later calls."""
-    if any(isinstance(each, torch.ScriptObject) for each in case.constants.values()):
+    if any(isinstance(constant, torch.ScriptObject) for constant in case.constants.values()):
         skip("its sample has an object with a state of its own")
     importlib.import_module("torch._dynamo")  # A call of a custom_op imports it: once here, not in every child.
     calls = _calls(case)
@@ -257,21 +246,18 @@ def _on_cpu(sample: Sample) -> Sample:
 
 
 def _orders(case: Case, given: list[_Call]) -> list[_Call]:
-    """Compare the results of calls in several orders, each of which has a new child process.
+    """Compare the results of calls in both orders, each of which has a new child process.
 
     Returns:
-        The given calls that do not end the process.
+        The given calls that do not end the process; the sample's is always among them.
     """
     calls = [*given, *_pairs(given)]
-    count, own = len(calls), range(len(given))
-    first = [0, len(given) - 1] + [i for i, call in enumerate(given) if call.kind == "argument"][:4]
-    first += [i for i, call in enumerate(given) if call.kind == "size"][:1]
-    orders = [[start, *(i for i in own if i != start)] for start in dict.fromkeys(first)]
-    orders += [[*range(len(given), count)], [i + 1 - 2 * (k % 2) for k, i in enumerate(range(len(given), count))]]
-    results = [dict(zip(order, in_child([calls[i] for i in order]), strict=False)) for order in orders]
-    for i in range(count):
-        got = [each[i] for each in results if i in each]
-        if not any(_unlike(one, got[0]) for one in got):
+    order = range(len(calls))
+    results = [
+        dict(zip(way, in_child([calls[i] for i in way]), strict=False)) for way in (order, list(reversed(order)))
+    ]
+    for i in order:
+        if not all(i in result for result in results) or not _unlike(*(result[i] for result in results)):
             continue
         alone, again = in_child([calls[i]]), in_child([calls[i]])
         if not alone or not again or isinstance(alone[0], str) or _unlike(alone[0], again[0]):  # see determinism
@@ -280,7 +266,7 @@ def _orders(case: Case, given: list[_Call]) -> list[_Call]:
             dirty = in_child([calls[i]])
         if not dirty or _unlike(dirty[0], alone[0]):  # it reads memory that is not its own: see poison and sizes
             continue
-        for k in (k for k in range(count) if k != i):
+        for k in (k for k in order if k != i):
             pair = in_child([calls[k], calls[i]])
             if len(pair) == 2 and (wrong := _unlike(pair[1], alone[0])):
                 case.fail(
@@ -288,7 +274,7 @@ def _orders(case: Case, given: list[_Call]) -> list[_Call]:
                     "new process gives",
                     KEY,
                 )
-    return [call for i, call in enumerate(given) if not i or all(i in each for each in results[:-2])]
+    return [call for i, call in enumerate(given) if not i or any(i in result for result in results)]
 
 
 def _pairs(calls: list[_Call]) -> list[_Call]:
@@ -301,7 +287,7 @@ def _pairs(calls: list[_Call]) -> list[_Call]:
             tensors = of_sizes(tensors, {size: size + by})
         return _Call(f"{call.what}, in sizes larger by {by}", call.case.of_sample(_sample(call.case, tensors)))
 
-    others = [call for call in calls[1:] if call.kind != "size" and sizes]
+    others = calls[1:] if sizes else []
     return [grown(call, 7 + k) for k, other in enumerate(others) for call in (calls[0], other)]
 
 
@@ -323,15 +309,15 @@ def _kept(case: Case, call: _Call, other: _Call) -> None:
     except Exception:
         tensors = call.case.fresh()
         outs = list(call.case.run(*tensors))
-    grads = call.backward(outs, tensors)
+    grads = _backward(outs, tensors)
     before = _copies(outs), _copies(grads)
     if isinstance(other.run(0.5), str):
         return
-    for what, now, was in (
-        ("call", [x.detach() for x in outs], before[0]),
-        ("backward", grads, before[1]),
+    for what, result, now, was in (
+        ("call", "output", [x.detach() for x in outs], before[0]),
+        ("backward", "gradient", grads, before[1]),
     ):
-        if wrong := differs(now, was, "output" if what == "call" else "gradient", exact=True):
+        if wrong := differs(now, was, result, exact=True):
             case.fail(
                 f"a later {what}, with {other.what}, changes what an earlier one returned: {wrong}",
                 f"return new memory from every {what}: allocate its results in it, or clone what is kept",
@@ -341,8 +327,8 @@ def _kept(case: Case, call: _Call, other: _Call) -> None:
     tensors, others = call.case.fresh(grad=True), other.case.fresh(grad=True)
     outs = list(call.case.run(*tensors))
     between = list(other.case.run(*others))
-    crossed = call.backward(outs, tensors)
-    other.backward(between, others)
+    crossed = _backward(outs, tensors)
+    _backward(between, others)
     if wrong := differs(crossed, before[1], "gradient"):
         case.fail(
             f"if another forward, with {other.what}, comes between forward and backward, {wrong}",
@@ -439,7 +425,7 @@ def _at_once(case: Case, calls: list[Callable[[], list[Tensor | None]]], what: s
             sys.settrace(None)
 
     alone = [call() for call in calls]
-    workers = [threading.Thread(target=work, args=each, daemon=True) for each in zip(calls, alone, strict=True)]
+    workers = [threading.Thread(target=work, args=given, daemon=True) for given in zip(calls, alone, strict=True)]
     for worker in workers:
         worker.start()
     until = time.monotonic() + PATIENCE

@@ -1,4 +1,4 @@
-"""Checks of accelerators: the current stream, the tensors' device, and launches."""
+"""Checks of accelerators: the current stream, and the tensors' device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from openreg_tools import backends
-from openreg_tools.check.case import Case, Results, cotangents, skip
+from openreg_tools.check.case import Case, Results, attached, cotangents, skip
 from openreg_tools.check.checks.common import refuse_or_fail
 from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import has_numbers
@@ -78,11 +78,12 @@ def _late(case: Case, stream: torch.Stream) -> Results:
     outs = delayed(case.fresh(), case.outputs)
     if not case.has_derivative:
         return Results(outs, [])
+
     tensors = case.fresh(grad=True)
     torch.accelerator.synchronize(stream.device)
     with stream:
         torch.accelerator.set_device_index(index)
-        results = [x for x in case.run(*tensors) if x.requires_grad]
+        results = attached(case.run(*tensors))
     leaves = case.of(tensors)
     grads = delayed(
         cotangents(results),
@@ -98,7 +99,7 @@ def _delays(case: Case) -> bool:
 
 
 def stream(case: Case) -> str | None:
-    """On another stream it gives the same results as on the default one, and waits for that stream alone."""
+    """On another stream it gives the same results, waits for that stream alone, and computes on it, not on the host."""
     _module(case)
     side = torch.Stream(device=case.device)
     remedy = "launch on the current stream of the tensors' device, not on the default one"
@@ -114,7 +115,15 @@ def stream(case: Case) -> str | None:
         )
     if not _delays(case):
         return f"without delays, as torch.{case.device.type} has no _sleep"
-    if wrong := case.unlike(_late(case, side), _late(case, torch.accelerator.current_stream(case.device))):
+    late = _late(case, torch.accelerator.current_stream(case.device))
+    if wrong := case.unlike(late, case.eager):
+        case.fail(
+            "its kernel computes on the host: called before its arguments' values have arrived, it does not wait for them: "
+            f"{wrong}",
+            "launch a kernel on the current stream (openreg::launch(), <<<…, stream>>>), which does all that reads or "
+            "writes the tensors; to compute on the host, copy them with .cpu() first",
+        )
+    if wrong := case.unlike(_late(case, side), late):
         case.fail(f"on another stream it does not wait for the work before it: {wrong}", remedy)
     return None
 
@@ -159,20 +168,3 @@ def _moved(case: Case, device: torch.device) -> Case:
     moved = case.of_sample(Sample(*args, **kwargs), device)
     moved.derivative, moved.wanted = case.derivative, case.wanted
     return moved
-
-
-def launch(case: Case) -> str | None:
-    """It computes on the device's stream, not on the host while it is called."""
-    _module(case)
-    if not _delays(case):
-        skip(f"torch.{case.device.type} has no _sleep, which delays the arguments")
-    if _on_stream(case, torch.Stream(device=case.device))[1]:
-        skip("it works on another stream than the current one: see stream")
-    if wrong := case.unlike(_late(case, torch.accelerator.current_stream(case.device)), case.eager):
-        case.fail(
-            "its kernel computes on the host: called before its arguments' values have arrived, it does not wait for them: "
-            f"{wrong}",
-            "launch a kernel on the current stream (openreg::launch(), <<<…, stream>>>), which does all that reads or "
-            "writes the tensors; to compute on the host, copy them with .cpu() first",
-        )
-    return None

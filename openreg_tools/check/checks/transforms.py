@@ -13,14 +13,14 @@ from openreg_tools.check.case import (
     Case,
     Results,
     Verdict,
-    attached,
-    cotangents,
     limit,
     name_of,
+    pull,
     refuse,
     skip,
 )
 from openreg_tools.check.checks.common import needs_order, refuse_or_fail, scaled, unless_generated, zipped
+from openreg_tools.check.checks.derivatives import weighted
 from openreg_tools.check.checks.fakes import lost
 from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.compare import differs, has_numbers, is_small, tolerance
@@ -34,8 +34,8 @@ def out(case: Case) -> str | None:
     """Its out= overload writes into tensors of any layout, resizes empty ones, and returns them."""
     packet = getattr(getattr(torch.ops, case.op.namespace), case.schema.name.split("::")[1])
     inputs = _inputs(case.op)
-    variants = (each for each in (getattr(packet, name) for name in packet.overloads()) if _outs(each))
-    variant = next((each for each in variants if _inputs(each) == inputs), None)
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    variant = next((overload for overload in overloads if _outs(overload) and _inputs(overload) == inputs), None)
     if variant is None:
         skip("it has no out= overload")
     if any("List" in str(a.type) for a in variant._schema.arguments if a.is_out):
@@ -142,10 +142,9 @@ class _Batch:
             return batched(*self.stacked), False
         except Exception as error:
             if "vmap fallback" not in str(error):
-                if "INTERNAL ASSERT" in str(error) and not self.case.has_kernel("FuncTorchBatched"):
-                    limit("torch.vmap without a batching rule ends in an internal error of PyTorch")
                 unless_generated(self.case, error)
-                if "INTERNAL ASSERT" in str(error) and "functorch" in str(error):
+                ruled = self.case.has_kernel("FuncTorchBatched")
+                if "INTERNAL ASSERT" in str(error) and (not ruled or "functorch" in str(error)):
                     limit(f"torch.vmap ends in an internal error of PyTorch, {self.said}")
                 refuse_or_fail(self.case, error, f"{self.said}, torch.vmap", remedy)
         finally:
@@ -171,7 +170,7 @@ def vmap(case: Case) -> str | None:
     for dims in ways:
         batch = _Batch(case, dims)
         results = [case.outputs(row) for row in batch.rows]
-        if any([x.shape for x in each] != [x.shape for x in results[0]] for each in results):
+        if any([x.shape for x in outs] != [x.shape for x in results[0]] for outs in results):
             skip("the shapes of its outputs depend on values, and vmap returns equal ones")
         try:
             outs, looped = batch.call(case.run, _RULE)
@@ -195,13 +194,11 @@ def vmap_grad(case: Case) -> str | None:
     needs_order(case)
     if case.derivative.status not in ("pass", "refused"):
         skip("there is no derivative to check: see backward")
-    weights = cotangents([out for out in case.expected if has_numbers(out)])
-    if not weights or any(x.is_complex() for x in (*weights, *case.leaves)):
+    if not any(map(has_numbers, case.expected)) or any(x.is_complex() for x in (*case.expected, *case.leaves)):
         skip("torch.func.grad is for real numbers")
 
     def loss(*tensors: Tensor) -> Tensor:
-        outs = [out for out in case.run(*tensors) if has_numbers(out)]
-        return sum((out * c).sum() for out, c in zip(outs, weights, strict=True))
+        return weighted(filter(has_numbers, case.run(*tensors)))
 
     wanted, count, slow = tuple(case.of(range(len(case.leaves)))), len(case.leaves), False
     for dims in dict.fromkeys([(0,) * count, *(_alone(count)[:8] if not case.written else [])]):
@@ -255,7 +252,7 @@ def autocast(case: Case) -> str | None:
     # A linear layer returns the half type; parameters and the results of other operators stay float32.
     for halves in (floats[:1], floats[1:]) if mixed else (floats,):
         mix = {i: torch.bfloat16 if i in halves else torch.float32 for i in floats}
-        said = ", ".join(f"{case.names[i]} {str(d).removeprefix('torch.')}" for i, d in mix.items())
+        said = ", ".join(f"{case.names[i]} {dtype_name(dtype)}" for i, dtype in mix.items())
         tensors = [x.to(mix[i]) if i in mix else x for i, x in enumerate(case.fresh())]
         try:
             with torch.autocast(kind, dtype=torch.bfloat16):
@@ -275,9 +272,9 @@ def autocast(case: Case) -> str | None:
         if case.has_derivative:
             leaves = case.leaf(tensors)
             with torch.autocast(kind, dtype=torch.bfloat16):
-                results = attached(case.run(*leaves))
+                results = case.run(*leaves)
             try:
-                grads = list(torch.autograd.grad(results, case.of(leaves), cotangents(results), allow_unused=True))
+                grads = pull(results, leaves)
             except Exception as error:
                 case.fail(
                     f"the backward of a call under autocast ({said}) raised {all_lines(error)}",
@@ -286,7 +283,7 @@ def autocast(case: Case) -> str | None:
                 )
         # The same values in float32; integers, such as indices, may depend on the rounding.
         wide = case.outputs([x.to(case.leaves[i].dtype) if i in mix else x for i, x in enumerate(tensors)])
-        got, expected = (list(filter(has_numbers, each)) for each in (outs, wide))
+        got, expected = (list(filter(has_numbers, found)) for found in (outs, wide))
         case.expect(
             Results(got, grads), Results(expected, case.gradients), f"under autocast, given {said},", "float32 gives",
             "compute in float32 where bfloat16 is not enough, also in the backward", dtype=False, coarse=0.16, grads=2,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,20 +34,28 @@ class Operator:
     make: Callable[[], Example]
     found_by: tuple[str, ...]  # the checks that may fail, of which the first must; empty for a correct operator
     devices: tuple[str, ...]
+    says: str  # what the first of the checks says on the first of the devices; " … " stands for any text
 
 
 OPERATORS: list[Operator] = []
 
 
-def _add(make: Callable[[], Example], found_by: tuple[str, ...], devices: tuple[str, ...]) -> Callable[[], Example]:
+def _add(
+    make: Callable[[], Example], found_by: tuple[str, ...], devices: tuple[str, ...], says: str = ""
+) -> Callable[[], Example]:
     made = functools.cache(make)
-    OPERATORS.append(Operator(make.__module__.rpartition(".")[2], make.__name__, made, found_by, devices))
+    OPERATORS.append(Operator(make.__module__.rpartition(".")[2], make.__name__, made, found_by, devices, says))
     return made
 
 
-def wrong(*found_by: str, devices: tuple[str, ...] = ("cpu", "openreg")) -> Callable[[Any], Any]:
+def wrong(*found_by: str, devices: tuple[str, ...] = ("cpu", "openreg"), says: str = "") -> Callable[[Any], Any]:
     """Adds a wrong operator that the first of these checks reports. The others may report the same cause."""
-    return lambda make: _add(make, found_by, devices)
+    return lambda make: _add(make, found_by, devices, says)
+
+
+def pattern(sentence: str) -> str:
+    """The regular expression of a sentence in which " … " stands for any text."""
+    return ".*".join(re.escape(part) for part in re.split(r" ?… ?", sentence))
 
 
 def right(*, devices: tuple[str, ...] = ("cpu", "openreg")) -> Callable[[Any], Any]:

@@ -52,15 +52,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="where to run (default cpu); opcheck runs on the CPU")
     parser.add_argument("kinds", nargs="*", help="the kinds to try (default all)")
     arguments = parser.parse_args()
-    operators = [each for each in mistakes.load() if not arguments.kinds or each.kind in arguments.kinds]
-    operators = [each for each in operators if arguments.device in each.devices]
+    operators = [operator for operator in mistakes.load() if not arguments.kinds or operator.kind in arguments.kinds]
+    operators = [operator for operator in operators if arguments.device in operator.devices]
     print(f"{'':24}{'check finds':>14}{'passes':>10}{'opcheck finds':>16}{'passes':>10}", flush=True)
     complete, kinds = [0, 0, 0, 0], [0, 0, 0, 0]
-    for kind in dict.fromkeys(each.kind for each in operators):
+    for kind in dict.fromkeys(operator.kind for operator in operators):
         counts = {(tool, bad): [0, 0] for tool in ("check", "opcheck") for bad in (True, False)}
-        for each in (each for each in operators if each.kind == kind):
-            print(f"{kind} {each.name}", end="\r", file=sys.stderr, flush=True)
-            example, bad = each.make(), bool(each.found_by)
+        for operator in (operator for operator in operators if operator.kind == kind):
+            print(f"{kind} {operator.name}", end="\r", file=sys.stderr, flush=True)
+            example, bad = operator.make(), bool(operator.found_by)
             report = check(example.op, example.samples, arguments.device, **example.options)
             # A child: after a backward in this process, `check` could not use children.
             opcheck = next(child.answers(lambda answer, example=example: answer(passes_opcheck(example)), 300))

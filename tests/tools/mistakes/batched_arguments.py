@@ -33,7 +33,7 @@ def needs_the_first_batched():
     return Example(op, [(torch.rand(4, 6), torch.rand(6))])
 
 
-@wrong("vmap")
+@wrong("vmap", says="under torch.vmap with … batched … , output 0 differs … , which a loop gives")
 def third_never_batched():
     def rule(info, in_dims, x, w, b):
         x, w = (placed(t, d, info.batch_size) for t, d in zip((x, w), in_dims[:2], strict=True))

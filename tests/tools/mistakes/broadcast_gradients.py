@@ -17,7 +17,7 @@ def fake(x, y):
     return x.new_empty(torch.broadcast_shapes(x.shape, y.shape), dtype=torch.result_type(x, y))
 
 
-@wrong("broadcast_gradients")
+@wrong("broadcast_gradients", says="is broadcast to [4, 6], and backward raised")
 def cannot_view_it():
     """It raises unless the shapes are equal."""
 
@@ -46,7 +46,9 @@ def takes_the_first_row():
     return Example(op, [(torch.rand(2, 3, 4), torch.rand(2, 3, 4))])
 
 
-@wrong("broadcast_gradients")
+@wrong(
+    "broadcast_gradients", says=", and the gradient of … differs … , which the sum over the broadcast dimensions gives"
+)
 def averages_a_bias():
     """The last of three arguments; its gradient is the mean instead of the sum."""
 

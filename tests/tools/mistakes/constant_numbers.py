@@ -11,7 +11,10 @@ from mistakes import Example, right, without_gradient, wrong
 FINDS = ("fake_numbers", "compile")
 
 
-@wrong(*FINDS)
+@wrong(
+    *FINDS,
+    says="given the sample number 0 of its outputs is … but the fake kernel says 0, which a compiled program takes for the result",
+)
 def counts():
     @custom_op("mistakes::counts", mutates_args=())
     def counts(x: Tensor) -> int:

@@ -13,11 +13,15 @@ from mistakes import Example, right, wrong
 
 
 def rows(table, index):
-    """The rows of a table, copied without a look at the index."""
+    """The rows of a table, copied without a look at the index.
+
+    A row outside is read at address 0, which always ends the process: what lies behind the table differs between runs.
+    """
     table, out = table.contiguous(), table.new_empty(index.numel(), table.shape[-1])
     size = table.shape[-1] * table.element_size()
     for i, j in enumerate(index.tolist()):
-        ctypes.memmove(out.data_ptr() + i * size, table.data_ptr() + j * size, size)
+        is_inside = 0 <= j < len(table)
+        ctypes.memmove(out.data_ptr() + i * size, table.data_ptr() + j * size if is_inside else 0, size)
     return out
 
 
@@ -25,7 +29,7 @@ def rows_fake(table, index):
     return table.new_empty(index.numel(), table.shape[-1])
 
 
-INDEX = torch.tensor([0, 99999, 17])
+INDEX = torch.tensor([0, 999, 17])
 
 
 @wrong("empty", "fake_errors", "sizes", "layouts", "large", devices=("cpu",))
@@ -35,7 +39,7 @@ def gathers():
         return rows(table, index)
 
     gathers.register_fake(rows_fake)
-    return Example(gathers, [(torch.rand(100000, 64), INDEX)])
+    return Example(gathers, [(torch.rand(1000, 16), INDEX)])
 
 
 @right(devices=("cpu",))
@@ -52,7 +56,7 @@ def gathers_what_is_there():
         torch._check(table.dim() == 2 and index.dtype == torch.int64, lambda: "expected a matrix and an int64 index")
         return rows_fake(table, index)
 
-    return Example(op, [(torch.rand(100000, 64), INDEX)])
+    return Example(op, [(torch.rand(1000, 16), INDEX)])
 
 
 @wrong("empty", "sizes", devices=("cpu",))

@@ -23,7 +23,10 @@ def fake(x, w):
     return empty(x, w)
 
 
-@wrong("frozen_arguments")
+@wrong(
+    "frozen_arguments",
+    says="if only x requires a gradient, the gradient of x differs … , which backward gives when every argument requires one",
+)
 def forgets_a_frozen_weight():
     @custom_op("mistakes::forgets_weight", mutates_args=())
     def weigh(x: Tensor, w: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ def saves_too_little():
     return Example(op, [(torch.rand(4, 6), torch.rand(6), torch.rand(6))])
 
 
-@wrong("frozen_arguments")
+@wrong("frozen_arguments", says="if only x requires a gradient, backward raised")
 def returns_one_gradient_too_few():
     class Scale(torch.autograd.Function):
         @staticmethod

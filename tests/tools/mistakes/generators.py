@@ -26,7 +26,10 @@ def uniform(x, generator):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).uniform_(generator=generator)
 
 
-@wrong("generator")
+@wrong(
+    "generator",
+    says="with equal generators as generator it gives different numbers: it draws from the global generator of",
+)
 def dropout_ignores_it():
     op = operator(
         "dropout_ignores_it" + NOISE, lambda x, p=0.5, *, generator=None: (x * (uniform(x, None) >= p)).contiguous()
@@ -34,7 +37,7 @@ def dropout_ignores_it():
     return Example(op, [(X,)])
 
 
-@wrong("generator")
+@wrong("generator", says="with any generator as generator it gives the same numbers")
 def fixed_seed_of_its_own():
     def kernel(x, generator=None):
         return (x + uniform(x, Generator(x.device).manual_seed(0))).contiguous()
@@ -51,7 +54,10 @@ def mask_of_another_generator():
     return Example(operator("mask_of_another_generator" + NOISE, kernel), [(X, 0.25)])
 
 
-@wrong("generator")
+@wrong(
+    "generator",
+    says="the state of the generator generator is the same after the call, so the next call gives the same numbers again",
+)
 def reads_the_seed_alone():
     def kernel(x, generator=None):
         if generator is None:

@@ -31,7 +31,10 @@ def refusing(op):
     return Refusing.apply
 
 
-@wrong("gradient_layouts")
+@wrong(
+    "gradient_layouts",
+    says="strides (18, 1)): the gradient of x differs … , which a contiguous gradient of equal values gives",
+)
 def rows_if_the_last_stride_is_1():
     @custom_op("mistakes::rows_backward", mutates_args=())
     def rows_backward(g: Tensor) -> Tensor:
@@ -92,7 +95,10 @@ def a_slice_along_dimension_1():
     return Example(op, [(torch.rand(2, 3, 4),)])
 
 
-@wrong("gradient_layouts")
+@wrong(
+    "gradient_layouts",
+    says="output 0 of mistakes::copies_strides_backward has strides (6, 1), but its fake kernel says … ; a compiled program trusts",
+)
 def a_fake_kernel_that_copies_strides():
     helper = define("copies_strides_backward(Tensor g, Tensor x) -> Tensor", lambda g, x: (g * x.cos()).contiguous(),
                     lambda g, x: torch.empty_like(g), lambda ctx, g: ctx.refuses())  # fmt: skip
@@ -101,7 +107,11 @@ def a_fake_kernel_that_copies_strides():
     return Example(op, [(torch.rand(4, 6),)])
 
 
-@wrong("gradient_layouts", "gradcheck")
+@wrong(
+    "gradient_layouts",
+    "gradcheck",
+    says="the gradient is a slice of a wider one, as after cat or split (shape [4, 6], strides (18, 1)): backward raised RuntimeError: view size",
+)
 def a_view_of_the_gradient():
     """It raises for a gradient that is not contiguous."""
     op = define("viewed(Tensor x, float by) -> Tensor", lambda x, by: (x * by).contiguous(), lambda x, by: x.new_empty(x.shape),
@@ -110,7 +120,11 @@ def a_view_of_the_gradient():
     return Example(op, [(torch.rand(4, 6), 3.0)])
 
 
-@wrong("gradient_layouts", "gradcheck")
+@wrong(
+    "gradient_layouts",
+    "gradcheck",
+    says="backward through one output at a time, so that the gradients of the others are undefined, adds up to other numbers",
+)
 def an_undefined_gradient():
     """It takes a gradient that is undefined for ones."""
 

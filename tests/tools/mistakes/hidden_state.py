@@ -29,7 +29,12 @@ def shaped(x, *rest):
     return x.new_empty(x.shape)
 
 
-@wrong("state", "compile", "autocast")
+@wrong(
+    "state",
+    "compile",
+    "autocast",
+    says="after a call with … , a call with … gives another result: output 0 differs … , which a new process gives",
+)
 def table_by_size_alone():
     tables = {}
 
@@ -61,7 +66,7 @@ def table_of_the_first_dtype():
     return Example(define("table_of_the_first_dtype(Tensor x) -> Tensor", kernel, shaped, no_derivative), [(X,)])
 
 
-@wrong("state", "threads", "vmap")
+@wrong("state", "threads", "vmap", says="a later call, with … , changes what an earlier one returned: output 0 differs")
 def output_in_a_buffer_of_its_own():
     buffers = {}
 
@@ -76,7 +81,9 @@ def output_in_a_buffer_of_its_own():
     return Example(op, [(X,), (X, 3.0)])
 
 
-@wrong("state", "threads", "vmap_grad")
+@wrong(
+    "state", "threads", "vmap_grad", says="a later backward, with … , changes what an earlier one returned: gradient"
+)
 def gradient_in_a_buffer_of_its_own():
     buffers = {}
 
@@ -93,7 +100,10 @@ def gradient_in_a_buffer_of_its_own():
     return Example(op, [(X,)])
 
 
-@wrong("state")
+@wrong(
+    "state",
+    says="after its arguments were changed in place, output 0 differs … , which the same values in other tensors give",
+)
 def packed_weight_by_address():
     packed = {}
 
@@ -124,6 +134,7 @@ def packed_weight_by_address():
     "vmap_grad",
     "saved_tensors",
     "compile",
+    says="if another forward, with … , comes between forward and backward, gradient",
 )
 def input_kept_in_a_global():
     kept = {}

@@ -15,7 +15,7 @@ def new_rows(x, n):
     return x.new_empty([n, *x.shape[1:]])
 
 
-@wrong("int_sizes")
+@wrong("int_sizes", says="n is the size of dimension 0 of output 0, and the schema says int")
 def takes_rows():
     op = without_gradient("takes_rows(Tensor x, int n) -> Tensor", rows, new_rows)
     return Example(op, [(torch.rand(4, 6), 8), (torch.rand(4, 6), 4)])
@@ -65,7 +65,10 @@ def widened_by(size):
                   lambda ctx, inputs, output: setattr(ctx, "n", inputs[0].shape[-1]))  # fmt: skip
 
 
-@wrong("fake_dynamic")
+@wrong(
+    "fake_dynamic",
+    says="although it takes other sizes; every new size compiles again: mistakes::widened_int_backward takes the size as an int",
+)
 def backward_takes_width():
     return Example(widened_by("int"), [(torch.rand(4, 6),)])
 

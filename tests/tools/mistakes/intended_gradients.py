@@ -15,7 +15,7 @@ def contiguous(x, *_):
     return x.new_empty(x.shape)
 
 
-@wrong("gradcheck")
+@wrong("gradcheck", says="the gradient of x differs … , which the function given as intended_gradient has")
 def scaled_by_mistake():
     op = define("rounds_and_scales(Tensor x) -> Tensor", lambda x: x.round().contiguous(), contiguous,
                 lambda ctx, g: g * 2, lambda ctx, inputs, output: None)  # fmt: skip

@@ -25,7 +25,7 @@ def wide(x):
     return (x if x.dtype == torch.float64 else x.float()).contiguous()
 
 
-@wrong("launch", "large", "threads", **ONLY)
+@wrong("stream", "large", "threads", **ONLY)
 def reads_and_writes_at_once():
     def kernel(x):
         read = wide(x)
@@ -40,7 +40,7 @@ def reads_and_writes_at_once():
     )
 
 
-@wrong("launch", "stream", **ONLY)
+@wrong("stream", **ONLY, says="its kernel computes on the host: called before its arguments' values have arrived")
 def factor_read_at_once():
     def kernel(x, factor):
         return (x * on_the_host(wide(factor))[0]).contiguous()
@@ -49,7 +49,7 @@ def factor_read_at_once():
     return Example(op, [(X, X[0, 1:3])])
 
 
-@wrong("launch", "stream", **ONLY)
+@wrong("stream", **ONLY)
 def gradient_computed_at_once():
     def kernel(grad, x):
         read, grad = wide(x), wide(grad)

@@ -9,7 +9,7 @@ from torch.library import custom_op
 from mistakes import LIBRARY, Example, define, right, without_gradient, wrong
 
 
-@wrong("defaults")
+@wrong("defaults", says="in a call with eps=… the fake kernel raised TypeError")
 def fake_lacks_eps():
     @custom_op("mistakes::fake_lacks_eps", mutates_args=())
     def fake_lacks_eps(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -54,7 +54,7 @@ def function_lacks_scale():
     return Example(op, [(torch.rand(4, 6),), (torch.rand(4, 6), 0.5)])
 
 
-@wrong("defaults")
+@wrong("defaults", says="in a call with keepdim=True, output 0 has shape [4, 1], but the fake kernel says [4]")
 def fake_ignores_keepdim():
     def kernel(x, keepdim=False):
         return x.amax(-1, keepdim=keepdim)
@@ -79,7 +79,7 @@ def setup_lacks_keywords():
     return Example(setup_lacks_keywords, [(torch.rand(4, 6),)])
 
 
-@wrong("defaults")
+@wrong("defaults", says="with scale=1.5, its gradient is not the derivative")
 def backward_lacks_scale():
     @custom_op("mistakes::backward_lacks_scale", mutates_args=())
     def backward_lacks_scale(x: Tensor, scale: float = 2.0) -> Tensor:

@@ -13,7 +13,7 @@ def _vectors(n, width):
 
 
 # The operator of issue 55.
-@wrong("sizes")
+@wrong("sizes", says="0 instead of … , with which the result for longer inputs begins")
 def twice():
     @torch.library.custom_op("mistakes::twice", mutates_args=())
     def op(x: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def twice():
     return Example(op, [(torch.rand(4, 8),)])
 
 
-@wrong("sizes")
+@wrong("sizes", says=", the last element of x has no effect on any output, but among")
 def row_sums():
     """A reduction that ends early; a row has no vector of 64, or some."""
 
@@ -39,7 +39,7 @@ def row_sums():
     return Example(op, [(torch.rand(3, 64),)])
 
 
-@wrong("sizes")
+@wrong("sizes", says=", the last element of output 0 is 0 for any input, but not of")
 def softmax_of_vectors():
     """The sum is complete, but the last probabilities are not written."""
 
@@ -117,7 +117,7 @@ def sine_with_a_short_backward():
     return Example(op, [(torch.rand(2, 8),)])
 
 
-@wrong("sizes")
+@wrong("sizes", says="if fresh memory is filled with 0x … : it does not write all of it")
 def gate():
     """Takes pairs: both halves of a row have a remainder."""
 

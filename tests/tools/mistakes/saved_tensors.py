@@ -18,7 +18,10 @@ def below(op, *arguments):
         return op(*arguments)
 
 
-@wrong("saved_tensors")
+@wrong(
+    "saved_tensors",
+    says="it keeps output 0 for backward without save_for_backward: the output and its graph refer to each other",
+)
 def output_as_an_attribute():
     @custom_op("mistakes::output_attribute", mutates_args=())
     def exp(x: Tensor) -> Tensor:
@@ -32,7 +35,9 @@ def output_as_an_attribute():
     return Example(exp, [(torch.rand(4, 6),)])
 
 
-@wrong("saved_tensors")
+@wrong(
+    "saved_tensors", says="after changing x in place between forward and backward, without an error, the gradient of"
+)
 def inputs_in_a_list():
     """Two of three arguments."""
 
@@ -58,7 +63,7 @@ def inputs_in_a_list():
     return Example(op, [(torch.rand(4, 6), 1.0, torch.rand(4, 6))])
 
 
-@wrong("saved_tensors")
+@wrong("saved_tensors", says="it keeps a bool tensor of shape [4, 6] for backward without save_for_backward")
 def a_mask_that_the_forward_computes():
     class Positive(torch.autograd.Function):
         @staticmethod
@@ -84,7 +89,11 @@ def detached_through_data():
     return Example(op, [(torch.rand(4, 6),)])
 
 
-@wrong("saved_tensors", "gradgradcheck")
+@wrong(
+    "saved_tensors",
+    "gradgradcheck",
+    says="after another call, of other values, between forward and backward, without an error, the gradient of x differs",
+)
 def in_a_global():
     """The next call overwrites it."""
     last = {}

@@ -15,7 +15,11 @@ ONLY = {"devices": ("openreg",)}
 define = functools.partial(define, key="PrivateUse1")
 
 
-@wrong("stream", **ONLY)
+@wrong(
+    "stream",
+    **ONLY,
+    says="it runs aten::mul.Tensor on the default stream, and the caller's stream does not wait for it",
+)
 def doubles_on_the_default_stream():
     @custom_op("mistakes::doubles_on_the_default_stream", mutates_args=(), device_types="openreg")
     def op(x: Tensor) -> Tensor:
@@ -55,7 +59,7 @@ def second_part_on_a_stream_of_its_own():
     return Example(op, [(X, X + 1)])
 
 
-@wrong("devices", **ONLY)
+@wrong("devices", **ONLY, says="output 0 is on openreg:0, but the arguments are on openreg:1")
 def allocates_on_the_current_device():
     def kernel(x):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device.type)
@@ -66,7 +70,7 @@ def allocates_on_the_current_device():
     return Example(op, [(X,)])
 
 
-@wrong("devices", **ONLY)
+@wrong("devices", **ONLY, says="on openreg:1, while openreg:0 is the current device, it raised RuntimeError")
 def ones_on_device_zero():
     def kernel(x, weight):
         return x * weight + torch.ones(

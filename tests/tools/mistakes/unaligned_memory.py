@@ -23,7 +23,13 @@ def _cosine(ctx, g):
 # The two operators of issue 55.
 
 
-@wrong("layouts", "vmap", "vmap_grad", "autocast")
+@wrong(
+    "layouts",
+    "vmap",
+    "vmap_grad",
+    "autocast",
+    says="one element into their storage, which is not aligned to 16 bytes it raised",
+)
 def raises_if_unaligned():
     @torch.library.custom_op("mistakes::raises_if_unaligned", mutates_args=())
     def op(x: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""The result of a comparison: the first operator that differs, all operators by the error that they add, and a plot."""
+"""What `compare` finds: the first operator that differs, and all operators by the error that they add."""
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import torch
 
 from openreg_tools.compare.tolerance import Tolerance, Tolerances, matches
-from openreg_tools.core.blocks import Block, Lines, PageOnly, Section, Table, Text, seconds, wrapped
+from openreg_tools.core.blocks import Block, Lines, Section, Table, Text, seconds, wrapped
 from openreg_tools.core.compare import Error
 from openreg_tools.core.place import Place
 from openreg_tools.core.report import Report
 
-__all__ = ["Difference", "Result", "Row"]
+__all__ = ["Difference", "Differences", "Row"]
 
 
 @dataclasses.dataclass
@@ -24,7 +23,7 @@ class Difference:
     """One result of one call that is beyond its tolerance."""
 
     index: int  # of the call
-    operator: str  # "aten::mm", or "compiled graph 0 (2 operators)"
+    operator: str  # "aten::mm"
     what: str  # "result", "result 1", the argument that it wrote, "the call"
     place: Place
     inputs: list[str]  # dtypes, shapes and strides
@@ -88,8 +87,8 @@ class Row:
         self.added += error.relative
 
 
-class Result(Report):
-    """The result of `compare`; complete when its context ends.
+class Differences(Report):
+    """The report of `compare`; complete when its context ends.
 
     Args:
         device, reference: the two devices.
@@ -105,7 +104,6 @@ class Result(Report):
         self.raised = ""  # what ended the program early
         self.operators = 0
         self._rows: dict[str, Row] = {}
-        self._points: list[tuple[int, float, float, str]] = []
 
     # ---- filled by the comparison ----
 
@@ -117,12 +115,6 @@ class Result(Report):
     def row(self, operator: str) -> Row:
         """The row of an operator, created on first use."""
         return self._rows.setdefault(operator, Row(operator))
-
-    def measured(self, operator: str, index: int, error: Error, tolerance: Tolerance) -> None:
-        """Count a result of call `index` with this error."""
-        self.row(operator).add(error, tolerance)
-        if len(self._points) < 200_000:
-            self._points.append((index, error.ulps, tolerance.ulps, operator))
 
     def add(self, difference: Difference) -> None:
         """Count a difference, and keep it unless 1000 are kept already."""
@@ -182,13 +174,11 @@ class Result(Report):
         else:
             yield Section("The first difference:", [Lines(self.first.lines())])
             others: dict[str, int] = {}
-            for each in self.differences[1:]:
-                others[each.operator] = others.get(each.operator, 0) + 1
+            for later in self.differences[1:]:
+                others[later.operator] = others.get(later.operator, 0) + 1
             if others:
                 counts = ", ".join(f"{name} ({count})" for name, count in list(others.items())[:top])
                 yield Section("", [Text(f"Later ones: {counts}")])
-        if page:
-            yield Section("Errors over the calls", [PageOnly(plot(self._points, self.operators))])
         if ranked := self.ranked:
             rows = [
                 [r.operator, r.calls, r.inexact, r.beyond + r.unlike, f"{r.ulps:.4g}", f"{r.added:.3g}", r.tolerance]
@@ -230,41 +220,7 @@ class Result(Report):
             "name": self.name, "device": self.device, "against": self.reference, "torch": torch.__version__,
             "seconds": self.seconds, "calls": self.operators,
             "first": self.first.dict() if self.first else None,
-            "differences": [each.dict() for each in self.differences],
+            "differences": [difference.dict() for difference in self.differences],
             "ranked": [dataclasses.asdict(row) for row in self.ranked],
             "skipped": self.skipped, "notes": self.notes, "raised": self.raised,
         }  # fmt: skip
-
-
-def plot(points: list[tuple[int, float, float, str]], calls: int, most: int = 4000) -> str:
-    """Errors over the calls as SVG: calls on the x axis, ulps by powers of two on the y axis."""
-    if not points:
-        return "<p>Every result equals the reference's bit for bit.</p>"
-    shown = sorted(sorted(points, key=lambda p: -p[1])[:most])
-    width, height, left = 900, 220, 60
-    finite = [p[1] for p in shown if math.isfinite(p[1])]
-    low = math.floor(math.log2(max(2.0**-10, min(finite, default=1.0))))
-    high = max(low + 1, math.ceil(math.log2(max(2.0**-10, *finite, 1.0))))
-    step = max(1, (high - low) // 8)
-
-    def y(ulps: float) -> float:
-        if math.isinf(ulps):
-            return 5
-        return height - (max(low, math.log2(max(ulps, 2.0**-10))) - low) / (high - low) * (height - 10)
-
-    lines = "".join(
-        f'<line class="grid" x1="{left}" x2="{width}" y1="{y(2.0**e):.1f}" y2="{y(2.0**e):.1f}"/>'
-        f'<text x="0" y="{y(2.0**e) + 4:.1f}">{2.0**e:.3g}</text>'
-        for e in range(low, high + 1, step)
-    )
-    dots = "".join(
-        f'<circle class="{"bad" if u > allowed else "good"}" cx="{left + i / max(1, calls) * (width - left):.1f}" '
-        f'cy="{y(u):.1f}" r="{4 if u > allowed else 2}"><title>{html.escape(f"call {i}: {name}, {u:.4g} ulps")}</title></circle>'
-        for i, u, allowed, name in shown
-    )
-    return (
-        f'<div class="scroll whole"><svg class="plot" viewBox="0 0 {width} {height + 20}" role="img" '
-        f'aria-label="errors over the calls">{lines}{dots}'
-        f'<text x="{left}" y="{height + 15}">call 0</text><text x="{width - 80}" y="{height + 15}">call {calls:,}</text></svg></div>'
-        f"<p>Errors in ulps of each call; large dots are beyond their tolerance.</p>"
-    )

@@ -1,4 +1,4 @@
-"""Checks of the machine's side: memory and number of threads."""
+"""Checks of results: whether they are right, and whether they depend on old memory or on the number of threads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,55 @@ import ctypes
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from openreg_tools import backends
 from openreg_tools.check.case import Case, Results, skip
+from openreg_tools.check.checks.common import refused
+from openreg_tools.core.blocks import all_lines
+from openreg_tools.core.compare import tolerance
+
+
+def runs(case: Case) -> str | None:
+    """The operator accepts the sample."""
+    try:
+        case.expected  # noqa: B018 -- it runs the operator
+    except Exception as error:
+        case.fail(f"the sample was refused: {all_lines(error)}", "give samples that the operator accepts")
+
+
+# ---- reference ----
+
+
+def reference(case: Case) -> str | None:
+    """Outputs and gradients equal the results of the reference, or of its own CPU kernel."""
+    function = case.reference_function
+    if not function:
+        if case.seeded:
+            skip("its numbers are random, and no reference was given")
+        skip("no reference was given" + ("" if case.device.type == "cpu" else ", and the operator has no CPU kernel"))
+    kernel = "the reference" if case.reference else "its CPU kernel"
+    grads: list[Tensor | None] = []
+    note = "" if case.has_derivative else "outputs only; "
+    if case.reference and case.intended:
+        note = "outputs only (see gradcheck for intended_gradient); "
+    elif not note:
+        try:
+            grads = case.gradients_of(case.fresh(device="cpu"), function)
+        except RuntimeError as error:
+            if not refused(error):
+                raise
+        if not any(x is not None for x in grads):
+            grads, note = [], f"outputs only, as {kernel} has no gradient; "
+    case.expect(
+        case.eager, Results(case.outputs(case.fresh(device="cpu"), function), grads), "", f"{kernel} gives",
+        "one of the two is wrong; try the sample by hand, or give a reference in float64",
+        dtype=not case.reference, coarse=tolerance(*case.leaves),
+    )  # fmt: skip
+    return f"{note}against {kernel}"
+
+
+# ---- memory and threads ----
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Checks of what a call gives and changes, and of where its derivative is registered."""
+"""The check of what a call writes to and shares memory with."""
 
 from __future__ import annotations
 
@@ -10,24 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openreg_tools.check.case import Case, Results, attached, cotangents, skip
-from openreg_tools.check.checks.common import only_verdicts, refused, scaled
-from openreg_tools.core.blocks import all_lines
-from openreg_tools.core.compare import has_numbers, tolerance
+from openreg_tools.check.case import Case, attached, cotangents, pull
+from openreg_tools.check.checks.common import only_verdicts, scaled
+from openreg_tools.core.compare import has_numbers
 from openreg_tools.core.move import bytes_of as view_of_bytes
 from openreg_tools.core.move import is_plain
+from openreg_tools.core.samples import dtype_name
 from openreg_tools.core.variations import padded
-
-
-def runs(case: Case) -> str | None:
-    """The operator accepts the sample."""
-    try:
-        case.expected  # noqa: B018 -- it runs the operator
-    except Exception as error:
-        case.fail(f"the sample was refused: {all_lines(error)}", "give samples that the operator accepts")
-
-
-# ---- schema ----
 
 _SCALES = (3, -3, 30, -30, 1e3, -1e3, 3e4, -3e4, 1e6, -1e6, 1e30, -1e30, 1e-6, 0, torch.inf, torch.nan)
 
@@ -65,7 +54,7 @@ def _variants(case: Case) -> Iterator[tuple[str, list[Tensor]]]:
         return
     few = sum(x.numel() for x in case.leaves) < 2**18
     for dtype in (None, torch.float16, torch.bfloat16) if few else (None,):
-        least, kind = math.inf, "" if dtype is None else f"{str(dtype).removeprefix('torch.')} "
+        least, kind = math.inf, "" if dtype is None else f"{dtype_name(dtype)} "
         for scale in _SCALES:
             which = f"of {kind}values near {scale:g},"
             begin = time.thread_time()
@@ -87,7 +76,7 @@ def _backward_writes(case: Case, tensors: list[Tensor], scale: float) -> None:
     outs = attached(case.run(*tensors))
     given = [x * scale for x in cotangents(outs)]
     before = [_bytes_of(x) for x in (*tensors, *given)]
-    torch.autograd.grad(outs, case.of(tensors), given, allow_unused=True)
+    pull(outs, tensors, lambda outs: given)
     for i, (x, was) in enumerate(zip((*tensors, *given), before, strict=True)):
         if not torch.equal(_bytes_of(x), was):
             what = case.names[i] if i < len(tensors) else f"the gradient of output {i - len(tensors)}"
@@ -219,58 +208,3 @@ def _changed(x: Tensor, before: Tensor) -> Tensor:
     """Which of its bytes differ from those before; all, if the storage was resized."""
     after = _bytes_of(x)
     return after != before if after.shape == before.shape else torch.ones_like(before, dtype=torch.bool)
-
-
-# ---- reference ----
-
-
-def reference(case: Case) -> str | None:
-    """Outputs and gradients equal the results of the reference, or of its own CPU kernel."""
-    function = case.reference_function
-    if not function:
-        if case.seeded:
-            skip("its numbers are random, and no reference was given")
-        skip("no reference was given" + ("" if case.device.type == "cpu" else ", and the operator has no CPU kernel"))
-    kernel = "the reference" if case.reference else "its CPU kernel"
-    grads: list[Tensor | None] = []
-    note = "" if case.has_derivative else "outputs only; "
-    if case.reference and case.intended:
-        note = "outputs only (see gradcheck for intended_gradient); "
-    elif not note:
-        try:
-            grads = case.gradients_of(case.fresh(device="cpu"), function)
-        except RuntimeError as error:
-            if not refused(error):
-                raise
-        if not any(x is not None for x in grads):
-            grads, note = [], f"outputs only, as {kernel} has no gradient; "
-    case.expect(
-        case.eager, Results(case.outputs(case.fresh(device="cpu"), function), grads), "", f"{kernel} gives",
-        "one of the two is wrong; try the sample by hand, or give a reference in float64",
-        dtype=not case.reference, coarse=tolerance(*case.leaves),
-    )  # fmt: skip
-    return f"{note}against {kernel}"
-
-
-# ---- registration of the derivative ----
-
-
-def autograd_registration(case: Case) -> str | None:
-    """A derivative is registered with autograd, not the work of operators that the kernel happens to call."""
-    if not any(case.wanted) or case.derivative.status not in ("pass", "fail"):
-        skip("there is no derivative: see backward")
-    if case.has_kernel(f"Autograd{case.key}", "Autograd", "CompositeImplicitAutograd"):
-        return
-    torch._C._set_autograd_fallback_mode("nothing")
-    tensors = [x.detach() if i in case.written else x for i, x in enumerate(case.fresh(grad=True))]
-    try:
-        outs = case.function(raw=True)(*tensors)
-    except NotImplementedError:
-        return
-    given = {id(x) for x in tensors}
-    if any(out.requires_grad and id(out) not in given for out in outs):
-        case.fail(
-            f"an output requires a gradient, but no kernel is registered at Autograd{case.key}",
-            "register the derivative with torch.library.register_autograd, or an autograd function at the Autograd key, not "
-            "at the device's",
-        )

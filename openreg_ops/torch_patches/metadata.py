@@ -1,0 +1,35 @@
+"""A tensor's metadata (see Note [Metadata] in csrc/backend/serialization.cpp) stays with its deep copies and fake tensors.
+
+PyTorch rebuilds a tensor from its storage in ``copy.deepcopy``, and makes a fake tensor from sizes, without the metadata.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorConverter
+
+from openreg_ops import _C
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Install the patches."""
+    torch.Tensor.__deepcopy__ = _keeping_metadata(torch.Tensor.__deepcopy__, of=0)
+    FakeTensorConverter.from_real_tensor = _keeping_metadata(FakeTensorConverter.from_real_tensor, of=2)
+
+
+def _keeping_metadata(original: Any, of: int) -> Any:
+    """A function whose result gets the metadata of its argument number `of`."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        made, source = original(*args, **kwargs), args[of]
+        if source.device.type == "openreg" and isinstance(made, torch.Tensor):
+            _C.copy_metadata(source, made)
+        return made
+
+    return function

@@ -1,0 +1,1 @@
+"""The checks of the ladder: one file for each rung."""

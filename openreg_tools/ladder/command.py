@@ -1,0 +1,120 @@
+"""Run the rungs, each in a process of its own, so that a crash costs one check."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from openreg_tools.core import child, device, options
+from openreg_tools.core.blocks import all_lines
+from openreg_tools.core.report import Progress, add_output, write
+from openreg_tools.ladder.report import Ladder, Outcome
+from openreg_tools.ladder.rung import RUNGS, Rung, Skip
+
+_IMPORTS = "OPENREG_TOOLS_LADDER_IMPORTS"  # the modules of --import, for the processes of checks
+
+
+def imports() -> list[str]:
+    """The modules that a process imports to have the device."""
+    return list(filter(None, os.environ.get(_IMPORTS, "").split(",")))
+
+
+# ---- the worker ----
+
+
+def serve(name: str) -> None:
+    """Answer each request of a rung and a check's place with the check's outcome."""
+
+    def work(request: Any, answer: Callable[[Any], None]) -> None:
+        found = RUNGS[request["rung"] - 1].checks()[request["check"]]
+        try:
+            found.run(name)
+            answer({"verdict": "pass", "said": ""})
+        except Skip as error:
+            answer({"verdict": "skip", "said": str(error)})
+        except Exception as error:
+            answer({"verdict": "fail", "said": all_lines(error)})
+
+    child.parent().serve(work)
+
+
+# ---- the run ----
+
+
+def run(rung: Rung, arguments: argparse.Namespace, progress: Progress) -> list[Outcome]:
+    """The outcomes of a rung's checks. A check that ends its process is followed by another process."""
+    words = ["ladder", "--worker", "--device", arguments.device]
+    words += [word for name in imports() for word in ("--import", name)]
+    found: list[Outcome] = []
+    checks = rung.checks()
+    while len(found) < len(checks):
+        with child.Child.start([sys.executable, "-P", "-m", "openreg_tools", *words]) as worker:
+            while len(found) < len(checks):
+                one, start = checks[len(found)], time.monotonic()
+                worker.send({"rung": rung.number, "check": len(found)})
+                ended = False
+                try:
+                    answer = worker.read(arguments.timeout)
+                    worker.read(arguments.timeout)  # the line that ends an answer
+                except child.Ended as error:
+                    answer, ended = {"verdict": "fail", "said": f"the process ended: {error}"}, True
+                found.append(Outcome(one, answer["verdict"], answer["said"], time.monotonic() - start))
+                progress.step(f"{rung.number} {one.name}", found=answer["verdict"] == "fail")
+                if ended:
+                    break
+    return found
+
+
+def climb(arguments: argparse.Namespace) -> Ladder:
+    """Run every rung."""
+    rungs = RUNGS[: arguments.rungs]
+    progress = Progress(sum(len(rung.checks()) for rung in rungs), "failed")
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        outcomes = pool.map(lambda rung: run(rung, arguments, progress), rungs)
+        return Ladder(arguments.device, {rung.number: found for rung, found in zip(rungs, outcomes, strict=True)},
+                      arguments.require)  # fmt: skip
+
+
+# ---- the command ----
+
+
+def _rung(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= len(RUNGS):
+        raise argparse.ArgumentTypeError(f"expected the number of a rung, 1 to {len(RUNGS)}, but got {text!r}")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    device.add_device(parser, key=False)
+    parser.add_argument("--require", type=_rung, default=len(RUNGS), metavar="N",
+                        help="exit with 0 if rungs 1 to N are reached (default 12)")  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=options.duration, default=600, help="seconds allowed for one check (default 600)"
+    )
+    parser.add_argument("--rungs", type=_rung, default=len(RUNGS), metavar="N",
+                        help="run only the first N rungs, of which all are required")  # fmt: skip
+    parser.add_argument(
+        "--jobs", type=options.count, default=os.cpu_count(), help="rungs to run at a time (default: one per core)"
+    )
+    add_output(parser)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0 if the required rungs are reached, 1 if not.
+
+    Raises:
+        Wrong: there is no such device.
+    """
+    device.load(arguments.modules, arguments.device)
+    arguments.device = device.target_of(arguments.device).device
+    if arguments.worker:
+        serve(arguments.device)
+        return 0
+    os.environ[_IMPORTS] = ",".join(arguments.modules)
+    return write(climb(arguments), arguments)

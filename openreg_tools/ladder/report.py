@@ -1,0 +1,165 @@
+"""The report of a ladder: the rungs reached, the first check that fails, and what to write next."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from openreg_tools.core.blocks import Block, Box, Cell, PageOnly, Section, Table, Text, seconds
+from openreg_tools.core.report import Report
+from openreg_tools.ladder.rung import RUNGS, TRANSLATION, Check, address
+from openreg_tools.operators import operators
+
+MARKS = {"pass": "reached", "fail": "not reached"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a check ended: "pass", "fail" or "skip", with what it said."""
+
+    check: Check
+    verdict: str
+    said: str
+    seconds: float
+
+
+@dataclasses.dataclass
+class Ladder(Report):
+    """The outcomes of every rung's checks."""
+
+    device: str
+    outcomes: dict[int, list[Outcome]]
+    require: int = len(RUNGS)
+
+    def __post_init__(self) -> None:
+        self.title = f"ladder of {self.device}"
+        self.rungs = [rung for rung in RUNGS if rung.number in self.outcomes]
+
+    def is_reached(self, number: int) -> bool:
+        """True if no check of this rung fails."""
+        return all(outcome.verdict != "fail" for outcome in self.outcomes[number])
+
+    @property
+    def reached(self) -> int:
+        """The last rung of the unbroken row of rungs that are reached."""
+        return next((rung.number - 1 for rung in self.rungs if not self.is_reached(rung.number)), len(self.rungs))
+
+    @property
+    def first(self) -> Outcome | None:
+        """The first check that fails."""
+        return next((o for outcomes in self.outcomes.values() for o in outcomes if o.verdict == "fail"), None)
+
+    @property
+    def passed(self) -> bool:
+        return self.reached >= self.require
+
+    def summary(self) -> str:
+        more = f"; {self.require} required" if not self.passed else ""
+        return f"{self.device} reaches rung {self.reached} of {len(RUNGS)}{more}"
+
+    def blocks(self, page: bool = False) -> Iterator[Block]:
+        if page:
+            yield PageOnly(self._drawing())
+        rows: list[list[Any]] = [["", "rung", "checks", "time", ""]]
+        for rung in self.rungs:
+            found, is_reached = self.outcomes[rung.number], self.is_reached(rung.number)
+            good = sum(outcome.verdict != "fail" for outcome in found)
+            mark = Cell(MARKS["pass" if is_reached else "fail"], "pass" if is_reached else "fail")
+            time = seconds(sum(outcome.seconds for outcome in found))
+            rows.append([rung.number, rung.title, f"{good} of {len(found)}", time, mark])
+        yield Table(rows, left=2)
+        if self.first:
+            yield Section("The first check that fails", list(self._failure(self.first)))
+        yield Section(f"Operators of torch {torch.__version__}", [Table(self._shares(), left=1)])
+        if page:
+            for rung in self.rungs:
+                failed = not self.is_reached(rung.number)
+                blocks = [Table([["check", "", "says", "file"], *(
+                    [o.check.name, Cell(o.verdict, o.verdict), o.said, self._file(o.check)] for o in self.outcomes[rung.number]
+                )], left=1), PageOnly(_links(rung.sections))]  # fmt: skip
+                yield Box(f"{rung.number} {rung.title}", blocks, "fail" if failed else "pass", failed)
+
+    def _failure(self, outcome: Outcome) -> Iterator[Block]:
+        check = outcome.check
+        yield Text(f"rung {self._rung(outcome)}: {check.name}", 2)
+        yield Text(outcome.said, 4)
+        facts = {"dispatch key": check.key or "none: Python or the device guard", "file": f"{self._file(check)}, of those that `openreg-tools new-backend` writes",
+                 "document": f"{check.section}, {address(check.section)}", "next": check.todo}  # fmt: skip
+        for name, value in facts.items():
+            yield Text(f"{name}: {value}", 2)
+
+    def _shares(self) -> list[list[Any]]:
+        """How many operators have a kernel, by class."""
+        totals = operators(self.device).totals()
+        rows = [["class", "kernel", "composite", "fallback", "refused"]]
+        for kind in ("required", "structured", "explicit", "implicit"):
+            has, count = totals[kind], totals[kind].total()
+            shares = [has["own"] + has["shared"], has["composite"], has["fallback"], has["refused"]]
+            rows.append([kind, *(f"{number} ({number / count:.0%})" for number in shares)])
+        return rows
+
+    def dict(self) -> dict[str, Any]:
+        head, *rows = self._shares()
+        return {
+            "device": self.device,
+            "torch": torch.__version__,
+            "reached": self.reached,
+            "first": self.first and self._fields(self.first),
+            "rungs": [
+                {
+                    "number": rung.number,
+                    "title": rung.title,
+                    "reached": self.is_reached(rung.number),
+                    "checks": [self._fields(outcome) for outcome in self.outcomes[rung.number]],
+                }
+                for rung in self.rungs
+            ],
+            "operators": {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows},
+        }
+
+    def _fields(self, outcome: Outcome) -> dict[str, Any]:
+        check = outcome.check
+        return {
+            "rung": self._rung(outcome), "name": check.name, "verdict": outcome.verdict, "said": outcome.said,
+            "key": check.key, "file": self._file(check), "section": check.section, "url": address(check.section),
+            "next": check.todo, "seconds": round(outcome.seconds, 3),
+        }  # fmt: skip
+
+    def _rung(self, outcome: Outcome) -> int:
+        return next(number for number, found in self.outcomes.items() if outcome in found)
+
+    def _file(self, check: Check) -> str:
+        """The file of a check, in a package that `new-backend` has written for the device."""
+        return check.file.replace("acme", torch.device(self.device).type)
+
+    def _drawing(self) -> str:
+        """The ladder, the first rung at the bottom."""
+        height, lines = 26, []
+        for rung in reversed(self.rungs):
+            y = (len(self.rungs) - rung.number) * height + 8
+            style = "pass" if self.is_reached(rung.number) else "fail"
+            lines.append(
+                f'<g class="{style}"><line x1="14" y1="{y + 8}" x2="86" y2="{y + 8}" stroke="currentColor" stroke-width="5"/>'
+                f'<text x="104" y="{y + 13}" fill="currentColor">{rung.number} {html.escape(rung.title)}</text></g>'
+            )
+        end = len(self.rungs) * height + 8
+        sides = "".join(
+            f'<line x1="{x}" y1="0" x2="{x}" y2="{end}" stroke="currentColor" stroke-width="4" opacity=".45"/>'
+            for x in (14, 86)
+        )
+        words = html.escape(self.summary())
+        return (
+            f'<svg viewBox="0 0 420 {end}" width="420" role="img" aria-label="{words}" font-size="14">'
+            f"{sides}{''.join(lines)}</svg>"
+        )
+
+
+def _links(sections: tuple[str, ...]) -> str:
+    links = (f'<a href="{html.escape(address(section))}">{html.escape(section)}</a>' for section in sections)
+    if any(section.startswith("Extending dispatcher") for section in sections):
+        links = (*links, f'<a href="{TRANSLATION}">中文</a>')
+    return f"<p>Documents: {', '.join(links)}</p>"
