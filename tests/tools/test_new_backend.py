@@ -83,7 +83,8 @@ def test_rejects_folders(tmp_path):
 def test_command(tmp_path):
     words = [sys.executable, "-m", "openreg_tools", "new-backend", "npu"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "pip install ./torch_npu" in done.stdout, done.stderr
+    assert done.returncode == 0 and "pip install './torch_npu[test]'" in done.stdout, done.stderr
+    assert "openreg-tools ladder --import torch_npu --device npu" in done.stdout
     again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 2 and again.stderr.startswith("new-backend: torch_npu exists and is not empty")
 
