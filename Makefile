@@ -18,7 +18,7 @@ export PYTHONUNBUFFERED := 1
 CSRC := $(shell find csrc openreg_ops/include -type f)
 PACKAGE := $(shell find openreg_ops openreg_tools meta -name '*.py' -not -name _build.py) pytest_openreg_ops.py
 
-.PHONY: demo test test-fast docs clients suites bench conformance mutants lint lint-aarch64 install wheel try-wheel sdist drift clean
+.PHONY: demo test test-fast docs clients suites new-backend bench conformance mutants lint lint-aarch64 install wheel try-wheel sdist drift clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -48,6 +48,14 @@ clients: install $(VENV)/.clients
 
 suites: install
 	$(BIN)/pytest tests/suites $(ARGS)
+
+# The package that `openreg-tools new-backend` writes. A process loads one backend, so openreg_ops stays out.
+new-backend: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
+new-backend: install
+	rm -rf build/new_backend
+	$(BIN)/python -m openreg_tools new-backend acme --into build/new_backend
+	cd build/new_backend && $(abspath $(BIN))/python setup.py -q build_ext --inplace
+	cd build/new_backend && $(abspath $(BIN))/python -m pytest -p no:pytest_openreg_ops $(ARGS)
 
 bench: install
 	$(BIN)/python benchmarks/bench.py $(ARGS)

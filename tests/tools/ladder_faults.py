@@ -22,7 +22,9 @@ FAULTS = {
         "device_count, current_device = _C.device_count, lambda: 7"),
     2: ("csrc/operators.cpp", "acme_copy(&element, View(self).data,", "acme_copy(&element, self.storage().data(),"),
     3: ("csrc/operators.cpp", "        if (neg) source = source._neg_view();\n", ""),
-    4: ("csrc/fallback.cpp", "      .to(x.device());", "      .to(x.device()).neg();"),
+    4: ("csrc/fallback.cpp", '  fallback(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), stack);\n',
+        '  fallback(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), stack);\n'
+        "  if (!backward) stack->back() = stack->back().toTensor().neg();\n"),
     5: ("csrc/device.cpp", "    thread_streams.at(static_cast<size_t>(stream.device_index())) = stream.id();\n", ""),
     6: ("csrc/generator.cpp", "    std::memcpy(&offset_, static_cast<const char*>(state.data()) + 8, 8);\n", ""),
     7: ("csrc/autocast.cpp", "  AT_FORALL_FP32(FLOAT32)\n", ""),

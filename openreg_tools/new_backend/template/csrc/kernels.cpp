@@ -13,6 +13,7 @@
 #include <ATen/ops/elu_backward.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/selu.h>
+#include <ATen/ops/view_as_real.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -34,7 +35,8 @@ void abs_kernel(at::TensorIteratorBase& iter) {
   const View to(iter.tensor_base(0), true), from(iter.tensor_base(1));
   launch(native_stream(iter.device(0).index()), "abs", [to, from] {
     at::Tensor result = to.tensor();
-    at::abs_out(result, from.tensor());
+    if (from.dtype == at::kBool) result.copy_(from.tensor()); // which CUDA supports, and the CPU does not
+    else at::abs_out(result, from.tensor());
   });
 }
 
@@ -71,6 +73,7 @@ at::Tensor selu_autograd(const at::Tensor& self) {
 
 at::Tensor& uniform(at::Tensor& self, double from, double to, std::optional<at::Generator> generator) {
   TORCH_CHECK(from <= to, "uniform_: expected from <= to, but got ", from, " and ", to);
+  if (self.is_complex()) return at::view_as_real(self).uniform_(from, to, generator), self;
   const auto [seed, offset] = reserve(generator, self.device().index(), 4);
   const at::Tensor dense = self.is_contiguous() ? self : at::empty_like(self, at::MemoryFormat::Contiguous);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, self.scalar_type(), "uniform_", [&] {

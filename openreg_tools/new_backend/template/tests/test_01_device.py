@@ -1,6 +1,7 @@
 """Rung 1: the name, the device and its loading."""
 
 import importlib.metadata
+import os
 import signal
 
 import pytest
@@ -23,6 +24,7 @@ def test_current_device():
 
 
 @pytest.mark.skipif("acme" not in importlib.metadata.entry_points(group="torch.backends").names, reason="not installed")
+@pytest.mark.skipif(os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0", reason="the environment turns it off")
 def test_autoload():
     program = "import torch; print(torch.ones(1, device='acme').device)"
     assert python("-c", program).stdout == "acme:0\n"
