@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.testing._internal import common_device_type, common_utils
 from torch.testing._internal.common_device_type import (
     OpDTypes,
     deviceCountAtLeast,
@@ -32,6 +33,9 @@ FEW = [op for op in (*unary_ufuncs, *binary_ufuncs, *reduction_ops) if op.name i
 
 class TestOpenregOps(TestCase):
     """Generic tests in PyTorch's own form, as test/test_ops.py writes them."""
+
+    # From torch 2.15 on, --hw-classification ACCELERATOR selects it.
+    hw_classification = getattr(getattr(common_utils, "HardwareClassification", None), "ACCELERATOR", None)
 
     @ops(FEW, dtypes=OpDTypes.supported, allowed_dtypes=(torch.float32, torch.float16, torch.complex64, torch.int64))
     def test_reference(self, device, dtype, op):
@@ -184,3 +188,18 @@ def test_blocked_tests_are_not_made():
     assert {name for name in vars(made) if name.startswith("test")} == {
         "test_one_blocked_openreg_float32", "test_dtype_openreg_int64", "test_tolerance_openreg_bfloat16",
     }  # fmt: skip
+
+
+def test_every_capability_is_declared():
+    """From torch 2.15 on, a test that requires one that is not declared fails."""
+    declared = device_type.OpenregTestBase._capabilities()
+    groups = vars(getattr(common_device_type, "Capability", type("None", (), {}))).values()
+    names = {name for group in groups if isinstance(group, type) for key, name in vars(group).items() if key[0] != "_"}
+    assert names <= set(declared), names - set(declared)
+    assert all(supports() is True for supports in declared.values())
+    x = torch.rand(2, 4, 8, 16, device="openreg").bfloat16()
+    assert x.to(torch.float8_e4m3fn).float().isfinite().all()
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.FLASH_ATTENTION]):
+        assert torch.nn.functional.scaled_dot_product_attention(x, x, x).shape == x.shape
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
+        assert torch.nn.functional.scaled_dot_product_attention(x, x, x).shape == x.shape
