@@ -6,12 +6,14 @@ PyTorch rebuilds a tensor from its storage in ``copy.deepcopy``, and makes a fak
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter
 
 from openreg_ops import _C
+from openreg_ops.torch_patches.import_hooks import after_import
 
 __all__ = ["register"]
 
@@ -32,4 +34,10 @@ def _keeping_metadata(original: Any, of: int) -> Any:
             _C.copy_metadata(source, made)
         return made
 
+    after_import("torch._dynamo.eval_frame", lambda: _keep_from_dynamo(function))
     return function
+
+
+def _keep_from_dynamo(function: Any) -> None:
+    """Let Dynamo run the function as it is, as it does with the functions of PyTorch that it replaces."""
+    sys.modules["torch._dynamo.eval_frame"].skip_code(function.__code__)

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,9 +39,17 @@ def serve(name: str) -> None:
         except Skip as error:
             answer({"verdict": "skip", "said": str(error)})
         except Exception as error:
-            answer({"verdict": "fail", "said": all_lines(error)})
+            answer({"verdict": "fail", "said": _said(error)})
 
     child.parent().serve(work)
+
+
+def _said(error: Exception) -> str:
+    """What an error says; for an assertion without a message, what it expects."""
+    if not isinstance(error, AssertionError):
+        return all_lines(error)
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return str(error) or f"expected {line.removeprefix('assert ')}"
 
 
 # ---- the run ----

@@ -47,8 +47,8 @@ def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess:
 
 
 def build(folder: Path) -> None:
-    """Build the package in place."""
-    done = run(sys.executable, "setup.py", "build_ext", "--inplace", folder=folder)
+    """Build the package in place, with its entry point."""
+    done = run(sys.executable, "setup.py", "egg_info", "build_ext", "--inplace", folder=folder)
     if done.returncode:
         raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import openreg_ops
+from openreg_tools.ladder import command
 from openreg_tools.ladder.report import Ladder, Outcome
 from openreg_tools.ladder.rung import RUNGS, Skip, address
 
@@ -50,7 +51,7 @@ def test_a_backend_in_python_gets_sentences():
     done = climb("--import", "python_backend", "--device", "snake", path=Path(__file__).parent)
     found = json.loads(done.stdout)
     assert (found["reached"], done.returncode) == (0, 1) and "Traceback" not in done.stderr + done.stdout
-    assert found["first"]["said"] == "AssertionError: torch.snake lacks set_device, synchronize"
+    assert found["first"]["said"] == "torch.snake lacks set_device, synchronize"
     assert found["first"]["file"] == "torch_snake/device.py" and found["first"]["rung"] == 1
     passed = [check["name"] for rung in found["rungs"] for check in rung["checks"] if check["verdict"] == "pass"]
     assert "torch.device knows the name" in passed and "torch.accelerator finds the device" in passed
@@ -254,6 +255,14 @@ def test_a_wrong_function_is_blamed(name, owner, attribute, value, said, monkeyp
     with pytest.raises(AssertionError) as error:
         check.run(DEVICE)
     assert said in str(error.value)
+
+
+def test_an_assertion_without_a_message_says_what_it_expects():
+    with pytest.raises(AssertionError) as error:
+        assert torch.device("cpu").index == 1
+    error.value.args = ()
+    assert command._said(error.value) == 'expected torch.device("cpu").index == 1'
+    assert command._said(AssertionError("so")) == "so" and command._said(ValueError("so")) == "ValueError: so"
 
 
 def test_what_does_not_apply_is_skipped(monkeypatch):

@@ -13,10 +13,10 @@ import torch
 from processes import forking
 from test_conformance import command
 
-from openreg_tools.conformance import attempts, generate, generated_calls, schemas
+from openreg_tools.conformance import generate, generated_calls, schemas
 from openreg_tools.conformance.command import dtypes_of, run_case
 from openreg_tools.conformance.worker import Worker
-from openreg_tools.core import from_schema, opinfo
+from openreg_tools.core import attempts, from_schema, opinfo
 from openreg_tools.core.known_arguments import SAMPLES
 from openreg_tools.core.move import Move
 

@@ -35,8 +35,9 @@ def module(device: str) -> None:
     names = ("is_available", "device_count", "current_device", "set_device", "synchronize", "is_initialized")
     lacking = [name for name in names if not hasattr(found, name)]
     assert not lacking, f"torch.{kind} lacks {', '.join(lacking)}"
-    assert found.is_available() is True and found.device_count() > 0
-    assert 0 <= found.current_device() < found.device_count()
+    assert found.is_available() is True, f"torch.{kind}.is_available() is {found.is_available()}"
+    current, count = found.current_device(), found.device_count()
+    assert 0 <= current < count, f"torch.{kind}.current_device() is {current} of {count} devices"
 
 
 @check("csrc/device.cpp", "PrivateUse1: Register device guard for the new backend",
@@ -46,9 +47,10 @@ def accelerator(device: str) -> None:
     kind = torch.device(device).type
     found = torch.accelerator.current_accelerator()
     assert found is not None and found.type == kind, f"torch.accelerator.current_accelerator() is {found}"
-    assert torch.accelerator.is_available() and torch.accelerator.device_count() > 0
-    assert torch.accelerator.device_count() == torch.get_device_module(kind).device_count()
-    assert torch.accelerator.current_device_index() == torch.get_device_module(kind).current_device()
+    assert torch.accelerator.is_available(), "torch.accelerator.is_available() is false"
+    for name, module_name in (("device_count", "device_count"), ("current_device_index", "current_device")):
+        here, there = getattr(torch.accelerator, name)(), getattr(torch.get_device_module(kind), module_name)()
+        assert here == there, f"torch.accelerator.{name}() is {here}, but torch.{kind}.{module_name}() is {there}"
 
 
 @check("csrc/device.cpp", "PrivateUse1: Register device guard for the new backend",
