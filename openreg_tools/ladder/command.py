@@ -48,8 +48,10 @@ def _said(error: Exception) -> str:
     """What an error says; for an assertion without a message, what it expects."""
     if not isinstance(error, AssertionError):
         return all_lines(error)
+    if str(error):
+        return str(error)
     line = traceback.extract_tb(error.__traceback__)[-1].line or ""
-    return str(error) or f"expected {line.removeprefix('assert ')}"
+    return f"expected {line.removeprefix('assert ')}"
 
 
 # ---- the run ----
