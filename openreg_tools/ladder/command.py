@@ -17,6 +17,7 @@ from openreg_tools.core.report import Progress, add_output, write
 from openreg_tools.ladder.report import Ladder, Outcome
 from openreg_tools.ladder.rung import RUNGS, Rung, Skip
 
+_FRESH = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}  # a code generator that has changed writes other kernels
 _IMPORTS = "OPENREG_TOOLS_LADDER_IMPORTS"  # the modules of --import, for the processes of checks
 
 
@@ -64,7 +65,7 @@ def run(rung: Rung, arguments: argparse.Namespace, progress: Progress) -> list[O
     found: list[Outcome] = []
     checks = rung.checks()
     while len(found) < len(checks):
-        with child.Child.start([sys.executable, "-P", "-m", "openreg_tools", *words]) as worker:
+        with child.Child.start([sys.executable, "-P", "-m", "openreg_tools", *words], _FRESH) as worker:
             while len(found) < len(checks):
                 one, start = checks[len(found)], time.monotonic()
                 worker.send({"rung": rung.number, "check": len(found)})

@@ -27,6 +27,7 @@ torch.accelerator.set_device_index(rank % count)
 device = torch.device({kind!r}, rank % count)
 dist.init_process_group(store=dist.FileStore(sys.argv[2], size), rank=rank, world_size=size,
                         timeout=datetime.timedelta(seconds=100){options})
+sys.excepthook = sys.__excepthook__  # c10d's begins each line with the rank
 
 def same(found, expected, what):
     assert found.device == device, f"{{what}} is on {{found.device}}"
