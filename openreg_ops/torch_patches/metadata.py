@@ -22,6 +22,7 @@ def register() -> None:
     """Install the patches."""
     torch.Tensor.__deepcopy__ = _keeping_metadata(torch.Tensor.__deepcopy__, of=0)
     FakeTensorConverter.from_real_tensor = _keeping_metadata(FakeTensorConverter.from_real_tensor, of=2)
+    after_import("torch._dynamo.eval_frame", lambda: _keep_from_dynamo(FakeTensorConverter.from_real_tensor))
 
 
 def _keeping_metadata(original: Any, of: int) -> Any:
@@ -34,7 +35,6 @@ def _keeping_metadata(original: Any, of: int) -> Any:
             _C.copy_metadata(source, made)
         return made
 
-    after_import("torch._dynamo.eval_frame", lambda: _keep_from_dynamo(function))
     return function
 
 

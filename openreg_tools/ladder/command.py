@@ -14,16 +14,10 @@ from typing import Any
 from openreg_tools.core import child, device, options
 from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.report import Progress, add_output, write
-from openreg_tools.ladder.report import Ladder, Outcome
-from openreg_tools.ladder.rung import RUNGS, Rung, Skip
+from openreg_tools.ladder.report import Checked, Ladder
+from openreg_tools.ladder.rung import IMPORTS, RUNGS, Rung, Skip, imports
 
 _FRESH = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}  # a code generator that has changed writes other kernels
-_IMPORTS = "OPENREG_TOOLS_LADDER_IMPORTS"  # the modules of --import, for the processes of checks
-
-
-def imports() -> list[str]:
-    """The modules that a process imports to have the device."""
-    return list(filter(None, os.environ.get(_IMPORTS, "").split(",")))
 
 
 # ---- the worker ----
@@ -58,11 +52,11 @@ def _said(error: Exception) -> str:
 # ---- the run ----
 
 
-def run(rung: Rung, arguments: argparse.Namespace, progress: Progress) -> list[Outcome]:
+def run(rung: Rung, arguments: argparse.Namespace, progress: Progress) -> list[Checked]:
     """The outcomes of a rung's checks. A check that ends its process is followed by another process."""
     words = ["ladder", "--worker", "--device", arguments.device]
     words += [word for name in imports() for word in ("--import", name)]
-    found: list[Outcome] = []
+    found: list[Checked] = []
     checks = rung.checks()
     while len(found) < len(checks):
         with child.Child.start([sys.executable, "-P", "-m", "openreg_tools", *words], _FRESH) as worker:
@@ -75,7 +69,7 @@ def run(rung: Rung, arguments: argparse.Namespace, progress: Progress) -> list[O
                     worker.read(arguments.timeout)  # the line that ends an answer
                 except child.Ended as error:
                     answer, ended = {"verdict": "fail", "said": f"the process ended: {error}"}, True
-                found.append(Outcome(one, answer["verdict"], answer["said"], time.monotonic() - start))
+                found.append(Checked(one, answer["verdict"], answer["said"], time.monotonic() - start))
                 progress.step(f"{rung.number} {one.name}", found=answer["verdict"] == "fail")
                 if ended:
                     break
@@ -128,5 +122,5 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.worker:
         serve(arguments.device)
         return 0
-    os.environ[_IMPORTS] = ",".join(arguments.modules)
+    os.environ[IMPORTS] = ",".join(arguments.modules)
     return write(climb(arguments), arguments)

@@ -18,7 +18,7 @@ MARKS = {"pass": "reached", "fail": "not reached"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class Checked:
     """How a check ended: "pass", "fail" or "skip", with what it said."""
 
     check: Check
@@ -32,7 +32,7 @@ class Ladder(Report):
     """The outcomes of every rung's checks."""
 
     device: str
-    outcomes: dict[int, list[Outcome]]
+    outcomes: dict[int, list[Checked]]
     require: int = len(RUNGS)
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Ladder(Report):
         return next((rung.number - 1 for rung in self.rungs if not self.is_reached(rung.number)), len(self.rungs))
 
     @property
-    def first(self) -> Outcome | None:
+    def first(self) -> Checked | None:
         """The first check that fails."""
         return next((o for outcomes in self.outcomes.values() for o in outcomes if o.verdict == "fail"), None)
 
@@ -83,7 +83,7 @@ class Ladder(Report):
                 )], left=1), PageOnly(_links(rung.sections))]  # fmt: skip
                 yield Box(f"{rung.number} {rung.title}", blocks, "fail" if failed else "pass", failed)
 
-    def _failure(self, outcome: Outcome) -> Iterator[Block]:
+    def _failure(self, outcome: Checked) -> Iterator[Block]:
         check = outcome.check
         yield Text(f"rung {self._rung(outcome)}: {check.name}", 2)
         yield Text(outcome.said, 4)
@@ -121,7 +121,7 @@ class Ladder(Report):
             "operators": {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows},
         }
 
-    def _fields(self, outcome: Outcome) -> dict[str, Any]:
+    def _fields(self, outcome: Checked) -> dict[str, Any]:
         check = outcome.check
         return {
             "rung": self._rung(outcome), "name": check.name, "verdict": outcome.verdict, "said": outcome.said,
@@ -129,7 +129,7 @@ class Ladder(Report):
             "next": check.todo, "seconds": round(outcome.seconds, 3),
         }  # fmt: skip
 
-    def _rung(self, outcome: Outcome) -> int:
+    def _rung(self, outcome: Checked) -> int:
         return next(number for number, found in self.outcomes.items() if outcome in found)
 
     def _file(self, check: Check) -> str:

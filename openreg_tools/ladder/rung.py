@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch.nn import functional
 
-__all__ = ["RUNGS", "Check", "Rung", "Skip", "address", "check", "equal", "raises"]
+__all__ = [
+    "IMPORTS",
+    "RUNGS",
+    "TRANSLATION",
+    "Check",
+    "Rung",
+    "Skip",
+    "address",
+    "check",
+    "equal",
+    "imports",
+    "raises",
+    "trained",
+]
 
 TUTORIALS = "https://docs.pytorch.org/tutorials/advanced"
 # PyTorch's documents for people who write a backend, by the name that their sections begin with here.
@@ -19,7 +34,8 @@ DOCUMENTS = {
     "Accelerator": "https://docs.pytorch.org/docs/main/accelerator/operators.html",
 }
 
-TRANSLATION = "https://docs.pytorch.ac.cn/tutorials/advanced/extend_dispatcher.html"  # of "Extending dispatcher"
+# The Chinese translation of "Extending dispatcher".
+TRANSLATION = "https://docs.pytorch.ac.cn/tutorials/advanced/extend_dispatcher.html"
 
 
 def address(section: str) -> str:
@@ -138,6 +154,34 @@ RUNGS = (
 
 
 # ---- what checks share ----
+
+IMPORTS = "OPENREG_TOOLS_LADDER_IMPORTS"  # the modules of --import, for the processes of checks
+
+
+def imports() -> list[str]:
+    """The modules that a process imports to have the device."""
+    return list(filter(None, os.environ.get(IMPORTS, "").split(",")))
+
+
+def trained(
+    device: str,
+    steps: int,
+    optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer],
+    compiled: Callable[[torch.nn.Module], Callable[[torch.Tensor], torch.Tensor]] = lambda model: model,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of a small model, and the last gradient of its first weight. On every device it starts from the same numbers."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    x, target = torch.randn(10, 8).to(device), torch.randint(0, 4, (10,)).to(device)
+    model = model.to(device)
+    run, updates, losses = compiled(model), optimizer(model.parameters()), []
+    for _ in range(steps):
+        updates.zero_grad()
+        loss = functional.cross_entropy(run(x), target)
+        loss.backward()
+        updates.step()
+        losses.append(loss.item())
+    return torch.tensor(losses), model[0].weight.grad.cpu()
 
 
 def equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:

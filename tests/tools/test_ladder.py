@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import openreg_ops
 from openreg_tools.ladder import command
-from openreg_tools.ladder.report import Ladder, Outcome
+from openreg_tools.ladder.report import Checked, Ladder
 from openreg_tools.ladder.rung import RUNGS, Skip, address
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def report(require: int = 12, **verdicts: str) -> Ladder:
     """A report in which the first check of a rung such as r3 has another verdict than "pass"."""
     outcomes = {
         rung.number: [
-            Outcome(check, verdicts.get(f"r{rung.number}", "pass") if not i else "pass", "says it", 1.0)
+            Checked(check, verdicts.get(f"r{rung.number}", "pass") if not i else "pass", "says it", 1.0)
             for i, check in enumerate(rung.checks())
         ]
         for rung in RUNGS

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import functools
 
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from openreg_tools.ladder.rung import check, equal
+from openreg_tools.ladder.rung import check, equal, trained
 
 _JIT = "Extending dispatcher: JIT support"
 
@@ -53,25 +52,10 @@ def traced(device: str) -> None:
     equal(exported.module()(x), Model()(x), "an exported program")
 
 
-def _steps(device: str, compiled: Callable[[torch.nn.Module], torch.nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses and the first gradient of three steps of a small model."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Linear(16, 4))
-    x, target = torch.randn(10, 8).to(device), torch.randint(0, 4, (10,)).to(device)
-    model = copy.deepcopy(model).to(device)
-    run, optimizer, losses = compiled(model), torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(run(x), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return torch.tensor(losses), model[0].weight.grad.cpu()
-
-
 def _same(device: str, backend: str) -> None:
-    eager = _steps(device, lambda model: model)
-    compiled = _steps(device, lambda model: torch.compile(model, backend=backend, fullgraph=True))
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    eager = trained(device, 3, sgd)
+    compiled = trained(device, 3, sgd, lambda model: torch.compile(model, backend=backend, fullgraph=True))
     for found, expected, what in zip(compiled, eager, ("loss", "gradient"), strict=True):
         torch.testing.assert_close(
             found, expected, msg=lambda text, what=what: f"the {what} of {backend} differs: {text}"

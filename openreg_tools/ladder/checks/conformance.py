@@ -12,18 +12,16 @@ from typing import Any
 
 from openreg_tools.core.child import Child, Ended
 from openreg_tools.core.opinfo import database
-from openreg_tools.ladder.rung import check
+from openreg_tools.ladder.rung import check, imports
 
 SHARE = 0.9
-OPERATORS = 60  # of about 500, evenly spread over their names
+OPERATORS = 60  # how many of about 500 operators run, evenly spread over their names
 _SECTION = "Extending dispatcher: Testing your backend against native PyTorch backends"
 
 
 @functools.cache
 def _records(device: str) -> list[dict[str, Any]]:
     """The results of `conformance` for the sample of operators."""
-    from openreg_tools.ladder.command import imports
-
     names = sorted(database())
     chosen = names[:: max(1, len(names) // OPERATORS)]
     pattern = f"^({'|'.join(map(re.escape, chosen))})$"

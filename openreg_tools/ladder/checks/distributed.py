@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from openreg_tools.core.child import Child, Ended
-from openreg_tools.ladder.rung import check
+from openreg_tools.ladder.rung import check, imports
 
 _SECTION = "Extending dispatcher: Future Work"
 _FILE = "csrc/distributed.cpp"
@@ -42,8 +42,6 @@ ladder.answer("done")
 
 def _run(device: str, program: str, options: str = "") -> None:
     """Run a program in two processes, and raise the first one's error."""
-    from openreg_tools.ladder.command import imports
-
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rank.py")
         begin = _BEGIN.format(path=sys.path, modules=imports(), kind=torch.device(device).type, options=options)

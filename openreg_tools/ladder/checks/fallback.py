@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 
 import torch
 from torch.nn import functional
 
-from openreg_tools.ladder.rung import check, equal, raises
+from openreg_tools.ladder.rung import check, equal, raises, trained
 
 _FALLBACK = "Accelerator: Step 2"
 _KEY = "PrivateUse1"
@@ -133,20 +133,8 @@ def gradients(device: str) -> None:
        "AutogradPrivateUse1")  # fmt: skip
 def trains(device: str) -> None:
     """A model trains as on the CPU."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Linear(16, 4))
-    x, target = torch.randn(10, 8), torch.randint(0, 4, (10,))
-    losses = []
-    for where in (device, "cpu"):
-        trained = copy.deepcopy(model).to(where)
-        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
-        steps = []
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(trained(x.to(where)), target.to(where))
-            loss.backward()
-            optimizer.step()
-            steps.append(loss.item())
-        losses.append(torch.tensor(steps))
-    equal(*losses, "the loss of five steps")
-    assert losses[0][-1] < losses[0][0], "the loss does not fall"
+    losses, expected = (
+        trained(where, 5, functools.partial(torch.optim.AdamW, lr=1e-2))[0] for where in (device, "cpu")
+    )
+    equal(losses, expected, "the loss of five steps")
+    assert losses[-1] < losses[0], "the loss does not fall"

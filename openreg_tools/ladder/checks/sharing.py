@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from openreg_tools.core.child import Child
-from openreg_tools.ladder.rung import check, equal, raises
+from openreg_tools.ladder.rung import check, equal, imports, raises
 
 _SECTION = "PrivateUse1: Register serialization/deserialization functions for new backend metadata"
 
@@ -129,8 +129,6 @@ if __name__ == "__main__":
        "register a reduction of torch.multiprocessing that sends the driver's handle of the memory")  # fmt: skip
 def processes(device: str) -> None:
     """torch.multiprocessing shares a tensor with another process."""
-    from openreg_tools.ladder.command import imports
-
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "receiver.py")
         program.write_text(_RECEIVER.format(modules=imports(), path=sys.path, device=device))

@@ -10,7 +10,7 @@ import types
 from typing import Any
 
 import torch
-from torch.accelerator import (  # noqa: F401  # noqa: F401
+from torch.accelerator import (  # noqa: F401
     current_stream,
     empty_cache,
     max_memory_allocated,
