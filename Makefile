@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 
 CSRC := $(shell find csrc openreg_ops/include -type f)
-PACKAGE := $(shell find openreg_ops openreg_tools meta -name '*.py' -not -name _build.py) pytest_openreg_ops.py
+PACKAGE := $(shell find openreg_ops openreg_tools meta -name '*.py' -not -name _build.py) openreg_device.py openreg_device.pth pytest_openreg_ops.py
 
 .PHONY: demo test test-fast docs clients suites new-backend bench conformance mutants lint lint-aarch64 install wheel try-wheel sdist drift clean
 .DELETE_ON_ERROR:

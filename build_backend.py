@@ -2,14 +2,20 @@
 
 An isolated build (plain `pip install .`) has an environment of its own, where pip would put the newest torch. The
 environment that pip installs into is the one whose interpreter runs this, so its torch is asked for by version.
+
+It also puts openreg_device.pth into the wheel, which setuptools has no option for.
 """
 
 from __future__ import annotations
 
 import sysconfig
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
+from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
+from wheel.wheelfile import WheelFile  # setuptools' own, which importing setuptools makes importable
 
 SUPPORTED = "torch>=2.13,<2.16"
 
@@ -23,3 +29,17 @@ def _requires(config_settings: dict | None = None) -> list[str]:
 
 
 get_requires_for_build_wheel = get_requires_for_build_editable = get_requires_for_build_sdist = _requires
+
+
+def _with_startup(folder: str, wheel: str) -> str:
+    with WheelFile(Path(folder, wheel), "a") as file:
+        file.write("openreg_device.pth")
+    return wheel
+
+
+def build_wheel(wheel_directory: str, *options: Any) -> str:
+    return _with_startup(wheel_directory, build_meta.build_wheel(wheel_directory, *options))
+
+
+def build_editable(wheel_directory: str, *options: Any) -> str:
+    return _with_startup(wheel_directory, build_meta.build_editable(wheel_directory, *options))

@@ -331,7 +331,7 @@ setup(
         "openreg_ops": ["include/openreg/*.h", "share/cmake/openreg/*.cmake"],
         "openreg_ops.tools": ["templates/*.in", "templates/package/*.in"],
     },
-    py_modules=["pytest_openreg_ops"],
+    py_modules=["openreg_device", "pytest_openreg_ops"],
     # PyTorch's C++ interface is not stable between releases, so the built package works with exactly one.
     install_requires=[f"torch=={TORCH_VERSION.split('+')[0]}", openreg_tools()],
     ext_modules=[Extension("openreg_ops._C", SOURCES)],

@@ -42,7 +42,7 @@ def dropout_add(
     the wider of the two dtypes.
     Source: Srivastava et al. 2014, JMLR 15:1929; Salmon et al. 2011, doi:10.1145/2063384.2063405 for Philox.
     """
-    if x.device.type == "openreg":  # in forward mode, with the numbers that the kernel draws
+    if x.device.type == identity.name:  # in forward mode, with the numbers that the kernel draws
         mask = torch.ops.openreg.dropout_add(x.detach(), residual.detach(), p, generator=generator)[1]
     else:
         mask = x.new_empty(x.shape, dtype=torch.float64).uniform_(generator=generator) >= p

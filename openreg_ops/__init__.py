@@ -83,6 +83,7 @@ except ImportError:
 
 try:
     environment.check()  # before _C, which reads the first of them when it is loaded
+    environment.check_cuda()
 
     from openreg_ops import _C
 
@@ -95,7 +96,7 @@ try:
     from openreg_ops.distributed import process_group
     from openreg_ops.inductor import registration as graphs
     from openreg_ops.torch_patches.import_hooks import after_import
-except environment.WrongVariable as wrong:
+except (environment.WrongVariable, environment.CudaUnavailable) as wrong:
     _refuse(wrong)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 __all__ = ["VARIABLES", "WrongVariable", "check"]
 
@@ -29,6 +30,7 @@ def _is_names(text: str) -> bool:
 _ANY = lambda _: True  # noqa: E731
 _SWITCH = ("0", "1")
 _TAKES = {
+    "OPENREG_DEVICE": ("openreg, cuda, or cuda:sm_90 for a compute capability", re.compile(r"openreg|cuda(:sm_\d{2,3})?").fullmatch),
     "OPENREG_DEVICE_COUNT": ("a number from 0 to 64", _is_count),
     "OPENREG_DEVICE_MEMORY": ("a size such as 8GiB or 512MiB", _is_size),
     "OPENREG_POISON": _SWITCH,
@@ -59,3 +61,27 @@ def check() -> None:
         value = os.environ.get(name, "")
         if value and not (takes[-1](value) if callable(takes[-1]) else value in takes):
             raise WrongVariable(name)
+
+
+class CudaUnavailable(ImportError):  # noqa: N818 -- the name says it
+    """OPENREG_DEVICE=cuda asks for a name that the device cannot have in this process."""
+
+
+def check_cuda() -> None:
+    """Raise CudaUnavailable if OPENREG_DEVICE asks for the name cuda, and the device cannot have it."""
+    if not os.environ.get("OPENREG_DEVICE", "").startswith("cuda"):
+        return
+    import torch
+
+    version = torch.__version__.split("+")[0]
+    if torch.version.cuda or torch.version.hip:
+        raise CudaUnavailable(
+            f"openreg_ops: OPENREG_DEVICE=cuda needs a PyTorch without CUDA, but {torch.__version__} was built with it; "
+            f"run `pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu`"
+        )
+    openreg_device = sys.modules.get("openreg_device")
+    if not openreg_device or not openreg_device.loaded:
+        raise CudaUnavailable(
+            "openreg_ops: OPENREG_DEVICE=cuda must be set before Python starts, in an environment where openreg_ops is "
+            "installed with its file openreg_device.pth; run `OPENREG_DEVICE=cuda python …`, or install the package again"
+        )

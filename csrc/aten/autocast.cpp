@@ -42,12 +42,14 @@ at::Tensor binary_cross_entropy(const at::Tensor&, const at::Tensor&, const std:
 
 } // namespace
 
-// Operators without a policy pass through.
+// Operators without a policy pass through. For CUDA, PyTorch has registered this and the policies.
 OPENREG_LIBRARY_IMPL(_, autocast, m) {
+  if (is_cuda()) return;
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 
 OPENREG_LIBRARY_IMPL(aten, autocast, m) {
+  if (is_cuda()) return;
 #define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define FLOAT32_SET_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)

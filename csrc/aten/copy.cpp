@@ -2,6 +2,7 @@
 // conversion, layout, overlap check and conj/neg bit.
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/TensorIterator.h>
+#include <ATen/native/Copy.h>
 #include <ATen/ops/copy.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/resize.h>
@@ -215,6 +216,12 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& destin
   if (destination.sizes() != self.sizes()) destination.resize_(self.sizes());
   return copy_from(self, destination, false);
 }
+
+// PyTorch's copy_() gives the copies of CUDA tensors to this stub, and those of other devices to _copy_from.
+void copy(at::TensorIterator& operands, bool non_blocking) {
+  copy_from(operands.tensor(1), operands.tensor(0), non_blocking);
+}
+[[maybe_unused]] const bool copy_registered = register_stub(at::native::copy_stub, &copy);
 
 // Between any devices: a nested tensor's sizes stay on the host, its buffer moves.
 at::Tensor nested_to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,

@@ -46,8 +46,9 @@ void load(const at::Tensor& tensor, Metadata& entries) {
   set_metadata(tensor, entries);
 }
 
+// PyTorch saves the metadata of PrivateUse1's tensors, and of no other device that has kernels here.
 const bool serialization_registered = [] {
-  torch::jit::TensorBackendMetaRegistry(identity.type, &save, &load);
+  if (!is_cuda()) torch::jit::TensorBackendMetaRegistry(identity.type, &save, &load);
   return true;
 }();
 

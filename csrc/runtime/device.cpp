@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace openreg {
@@ -51,6 +52,14 @@ int count_from_environment() {
 }
 
 } // namespace
+
+const char* device_name() noexcept {
+  static const bool cuda = [] {
+    const char* text = std::getenv("OPENREG_DEVICE");
+    return text && std::string_view(text).substr(0, 4) == "cuda";
+  }();
+  return cuda ? "cuda" : "openreg";
+}
 
 int device_count() noexcept {
   static const int count = count_from_environment();

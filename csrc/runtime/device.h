@@ -21,6 +21,9 @@ inline constexpr int kMaxDevices = 64;
 inline constexpr std::int64_t kPool = 32;
 inline constexpr std::size_t kStreams = 1 + 2 * kPool;
 
+// "openreg", or "cuda" if OPENREG_DEVICE asks for that name.
+const char* device_name() noexcept;
+
 // The number of devices: OPENREG_DEVICE_COUNT, 2 unless set, 0 to kMaxDevices.
 int device_count() noexcept;
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from openreg_ops.identity import identity
+
 __all__ = [
     "get_amp_supported_dtype",
     "get_autocast_dtype",
@@ -20,21 +22,21 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 def is_autocast_enabled() -> bool:
     """Returns true if autocast is on for the device."""
-    return torch.is_autocast_enabled("openreg")
+    return torch.is_autocast_enabled(identity.name)
 
 
 def set_autocast_enabled(enabled: bool) -> None:
     """Turn autocast for the device on if `enabled`, else off."""
-    torch.set_autocast_enabled("openreg", enabled)
+    torch.set_autocast_enabled(identity.name, enabled)
 
 
 def get_autocast_dtype() -> torch.dtype:
     """The dtype that autocast uses on the device."""
-    return torch.get_autocast_dtype("openreg")
+    return torch.get_autocast_dtype(identity.name)
 
 
 def set_autocast_dtype(dtype: torch.dtype) -> None:
     """Set the dtype that autocast uses on the device, one of `get_amp_supported_dtype`."""
     if dtype not in get_amp_supported_dtype():
         raise ValueError(f"autocast on openreg supports {get_amp_supported_dtype()}, but got {dtype}")
-    torch.set_autocast_dtype("openreg", dtype)
+    torch.set_autocast_dtype(identity.name, dtype)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from openreg_ops.identity import identity
 from openreg_ops import _C
 
 __all__ = ["constant", "current_device", "device_index"]
@@ -35,6 +36,6 @@ def device_index(device: torch.types.Device = None) -> int:
     if isinstance(device, int):
         return current_device() if device == -1 else _checked(device)
     device = torch.device(device)
-    if device.type != "openreg":
+    if device.type != identity.name:
         raise ValueError(f"expected an openreg device, but got {device}; pass an index, 'openreg' or 'openreg:N'")
     return _checked(current_device() if device.index is None else device.index)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from openreg_ops.identity import identity
 from openreg_ops import _C, _build, kernel_library
 from openreg_ops.device.device_index import constant, current_device, device_index
 
@@ -212,4 +213,4 @@ class device_of(device):
     """Context manager that makes the device of `obj`, a tensor or storage, current; a CPU object has no effect."""
 
     def __init__(self, obj: Any) -> None:
-        super().__init__(obj.device.index if obj.device.type == "openreg" else -1)
+        super().__init__(obj.device.index if obj.device.type == identity.name else -1)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from openreg_ops.identity import identity
 from openreg_ops import _C
 from openreg_ops.device import devices, memory, streams
 from openreg_ops.device.liveness import InputLiveness
@@ -257,7 +258,7 @@ def make_graphed_callables(
     )
     names = {
         **of_cuda.__globals__,
-        "torch": _Torch(cuda=cuda, is_autocast_enabled=lambda: torch.is_autocast_enabled("openreg")),
+        "torch": _Torch(cuda=cuda, is_autocast_enabled=lambda: torch.is_autocast_enabled(identity.name)),
         "graph_pool_handle": graph_pool_handle,
     }
     code = types.FunctionType(of_cuda.__code__, names, argdefs=of_cuda.__defaults__, closure=of_cuda.__closure__)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from openreg_ops.identity import identity
 from openreg_ops.device import memory
 
 __all__ = ["InputLiveness", "is_plain"]
@@ -43,7 +44,7 @@ class InputLiveness(TorchDispatchMode):
             if (
                 isinstance(x, torch.Tensor)
                 and is_plain(type(x))
-                and x.device.type == "openreg"
+                and x.device.type == identity.name
                 and x.layout == torch.strided
             ):
                 address = memory.address_of(x)

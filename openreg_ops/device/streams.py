@@ -37,7 +37,7 @@ class _OfDevice(type):
     """
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, cls._base) and instance.device.type == "openreg"
+        return isinstance(instance, cls._base) and instance.device.type == identity.name
 
 
 class Stream(metaclass=_OfDevice):
@@ -55,7 +55,7 @@ class Stream(metaclass=_OfDevice):
     def __new__(cls, device: torch.types.Device = None, priority: int = 0, **kwargs: Any) -> torch.Stream:
         if kwargs:  # stream_id, device_index, device_type: an existing stream
             return torch.Stream(**kwargs)
-        return torch.Stream(device=torch.device("openreg", device_index(device)), priority=priority)
+        return torch.Stream(device=torch.device(identity.name, device_index(device)), priority=priority)
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -89,14 +89,14 @@ class Event(metaclass=_OfDevice):
         if external:
             if interprocess:
                 raise ValueError("Event: expected external=False with interprocess=True, but both are True")
-            event = torch.Event("openreg", enable_timing=enable_timing, blocking=blocking)
+            event = torch.Event(identity.name, enable_timing=enable_timing, blocking=blocking)
             _C.make_external(event)
             return event
         if interprocess:
             if enable_timing:
                 raise ValueError("Event: expected enable_timing=False with interprocess=True, but both are True")
             return InterprocessEvent()
-        return torch.Event("openreg", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+        return torch.Event(identity.name, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
     @staticmethod
     def from_ipc_handle(device: torch.types.Device, handle: bytes) -> torch.Event:
@@ -118,7 +118,7 @@ class InterprocessEvent(torch.Event):
     """
 
     def __new__(cls) -> InterprocessEvent:
-        event = super().__new__(cls, "openreg", interprocess=True)
+        event = super().__new__(cls, identity.name, interprocess=True)
         _C.make_interprocess(event)
         return event
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from openreg_ops.identity import identity
 from openreg_ops import _C
 from openreg_ops.torch_patches.import_hooks import after_import
 
@@ -64,7 +65,7 @@ def _register_monitored_barrier() -> None:
         backend = None
         if not c10d._rank_not_in_group(group):
             with contextlib.suppress(RuntimeError):  # a group without a backend for the device
-                backend = (group or c10d._get_default_group())._get_backend(torch.device("openreg"))
+                backend = (group or c10d._get_default_group())._get_backend(torch.device(identity.name))
         if backend is None or backend.name() != "occl":
             return of_gloo(group, timeout, wait_all_ranks)
         if isinstance(timeout, float):
@@ -83,7 +84,7 @@ def _register_comm_hooks() -> None:
 
     @functools.wraps(check)
     def _check_comm_hook(self: Any, hook: Any) -> None:
-        if self.device_type == "openreg" and getattr(hook, "__name__", "").startswith("bf16_compress_"):
+        if self.device_type == identity.name and getattr(hook, "__name__", "").startswith("bf16_compress_"):
             hook = functools.wraps(hook)(functools.partial(hook))
             hook.__name__ = "compress_hook"
         check(self, hook)
@@ -111,4 +112,4 @@ def register() -> None:
         _register_comm_hooks()
         after_import("torch.distributed.tensor._random", _register_random)
         after_import("torch.distributed.tensor", _register_rules)
-        torch.distributed.Backend.register_backend("occl", _create, extended_api=True, devices=["openreg"])
+        torch.distributed.Backend.register_backend("occl", _create, extended_api=True, devices=[identity.name])

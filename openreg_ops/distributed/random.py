@@ -16,6 +16,8 @@ from torch._prims.rng_prims import run_dtensor_rng_op
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.tensor import _random
 
+from openreg_ops.identity import identity
+
 CHUNK = 1 << 16  # elements drawn at once
 
 
@@ -43,7 +45,7 @@ def _moved(start: int, end: int, device: int, generator: torch.Generator | None 
     """
     default = torch.openreg.default_generators[device]
     source = default if generator is None else generator
-    if source.device.type != "openreg":
+    if source.device.type != identity.name:
         raise RuntimeError(f"Expected a 'openreg' device type for generator but found '{source.device.type}'")
     kept, state = default.get_state(), source.get_state()
     default.set_state(_further(state, start) if end else state)
@@ -101,7 +103,7 @@ def register() -> None:
     theirs = _random.OffsetBasedRNGTracker
 
     def new(cls: type, device_mesh: Any, *_: Any, **__: Any) -> Any:
-        return object.__new__(Tracker if cls is theirs and device_mesh.device_type == "openreg" else cls)
+        return object.__new__(Tracker if cls is theirs and device_mesh.device_type == identity.name else cls)
 
     theirs.__new__ = staticmethod(new)
 
@@ -109,7 +111,7 @@ def register() -> None:
     elsewhere = run_dtensor_rng_op.py_kernels[select]
 
     def run(start: int, end: int, op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.device.type != "openreg":
+        if x.device.type != identity.name:
             return elsewhere(start, end, op, x, *args, **kwargs)
         with _moved(start, end, x.device.index):
             return op(x, *args, **kwargs)

@@ -22,6 +22,8 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from openreg_ops.identity import identity
+
 
 @dataclasses.dataclass
 class Adaptation:
@@ -67,13 +69,13 @@ def cpu_heuristics(original: Any) -> Any:
 
     Otherwise every user of exp, sigmoid and similar functions recomputes them; softmax computes exp twice.
     """
-    return lambda x: ir.get_device_type(x) in ("cpu", "openreg")
+    return lambda x: ir.get_device_type(x) in ("cpu", identity.name)
 
 
 @replaces(scheduler.BaseSchedulerNode, "is_cpu")
 def no_loop_reordering(original: Any) -> Any:
     """Fusion reorders and inverts loops on every device except the CPU, whose code generator does not support that."""
-    return lambda node: (device := node.get_device()) is not None and device.type in ("cpu", "openreg")
+    return lambda node: (device := node.get_device()) is not None and device.type in ("cpu", identity.name)
 
 
 @replaces(lowering, "use_two_step_variance")
@@ -81,7 +83,7 @@ def two_step_variance(original: Any) -> Any:
     """Computes variances of short rows in two passes, as for the CPU; Welford's method is slower in C++."""
 
     def use_two_step_variance(x: Any, axis: Any, keepdim: bool, **more: Any) -> bool:
-        if x.get_device().type != "openreg":
+        if x.get_device().type != identity.name:
             return original(x, axis=axis, keepdim=keepdim, **more)
         axis = lowering._validate_reduction_axis(x, axis)
         loops = lowering._make_reduction_inner(x, axis=axis, keepdims=keepdim, dtype=None, override_return_dtype=None)
@@ -103,7 +105,7 @@ def no_combo_kernels(original: Any) -> Any:
     """
 
     def combinable_nodes(nodes: Any) -> Any:
-        return original([x for x in nodes if (device := x.get_device()) is None or device.type != "openreg"])
+        return original([x for x in nodes if (device := x.get_device()) is None or device.type != identity.name])
 
     return staticmethod(combinable_nodes)
 
@@ -130,7 +132,7 @@ def device_of_the_result(original: Any) -> Any:
     Otherwise it is a CPU kernel, which reads device memory from the host, and its result is on the CPU. In torch 2.15
     this also covers index_put where it accumulates integers: as in 2.13, ATen's kernel does that.
     """
-    return lambda device: device == "openreg" or original(device)
+    return lambda device: device == identity.name or original(device)
 
 
 @replaces(GraphLowering, "run_node")
@@ -148,7 +150,7 @@ def host_values(original: Any) -> Any:
             isinstance(result, ir.TensorBox)
             and ir.get_device_type(result) == "cpu"
             and not result.get_size()
-            and any(x.device.type == "openreg" for x in values)
+            and any(x.device.type == identity.name for x in values)
             and any(graph.get_numel(name) != 1 for name in result.get_read_names())
         ):
             return ir.ExternKernel.copy_input(result)
@@ -167,7 +169,7 @@ def exact_division(original: Any) -> Any:
 
     def get_constant_value(x: Any) -> Any:
         results = tree_leaves(V.graph.current_node.meta.get("val"))  # of the division, whose divisor may be on the CPU
-        ours = any(isinstance(each, torch.Tensor) and each.device.type == "openreg" for each in results)
+        ours = any(isinstance(each, torch.Tensor) and each.device.type == identity.name for each in results)
         return None if ours else original(x)
 
     return get_constant_value
@@ -179,7 +181,7 @@ def vectorised_cat(original: Any) -> Any:
     C++."""
 
     def pointwise_cat(inputs: Any, dim: int = 0) -> Any:
-        if inputs[0].get_device().type != "openreg":
+        if inputs[0].get_device().type != identity.name:
             return original(inputs, dim)
         return ir.TensorBox(ir.ConcatKernel.create(inputs, dim))
 
@@ -189,7 +191,7 @@ def vectorised_cat(original: Any) -> Any:
 @replaces(lowering, "_pad_as_cat")
 def pad_in_one_kernel(original: Any) -> Any:
     """Padding on the right is one kernel, as for the CPU; other devices use a cat, which takes two."""
-    return lambda x, *rest: None if x.get_device().type == "openreg" else original(x, *rest)
+    return lambda x, *rest: None if x.get_device().type == identity.name else original(x, *rest)
 
 
 @replaces(cudagraph_utils, "check_lowering_disable_cudagraph")
@@ -197,7 +199,7 @@ def reduce_overhead(original: Any) -> Any:
     """Graphs may be captured whose operators are all on one device of this type; Inductor asks for CUDA."""
 
     def check_lowering_disable_cudagraph(nodes: dict[torch.device, torch.fx.Node]) -> str | None:
-        if not any(device.type == "openreg" for device in nodes):
+        if not any(device.type == identity.name for device in nodes):
             return original(nodes)
         names = sorted({str(device) for device in nodes if device.type != "meta"})
         return None if len(names) == 1 else f"skipping cudagraphs due to several devices: {', '.join(names)}"
@@ -215,7 +217,7 @@ def graphs_of_the_device(original: Any) -> Any:
     def post_compile(graph: Any, *args: Any, **options: Any) -> Any:
         from openreg_ops.inductor import graphs
 
-        if config.cudagraph_policy is not None or "openreg" not in graph.device_types:
+        if config.cudagraph_policy is not None or identity.name not in graph.device_types:
             return original(graph, *args, **options)
         with config.patch(cudagraph_policy=graphs.Policy()):
             return original(graph, *args, **options)
@@ -240,7 +242,7 @@ def metadata_of_cached_graphs(original: Any) -> Any:
 @replaces(codecache, "_precompile_header")
 def no_precompiled_header(original: Any) -> Any:
     """AOTInductor precompiles a header for the device, but there is none with this device's name."""
-    return lambda *args, **options: None if options.get("device_type") == "openreg" else original(*args, **options)
+    return lambda *args, **options: None if options.get("device_type") == identity.name else original(*args, **options)
 
 
 @replaces(lowering.lowerings, torch.ops.higher_order.flex_attention)
@@ -252,7 +254,7 @@ def flex_attention_template(original: Any) -> Any:
     """
 
     def flex_attention(query: Any, key: Any, value: Any, *args: Any) -> Any:
-        if query.get_device().type != "openreg":
+        if query.get_device().type != identity.name:
             return original(query, key, value, *args)
         users = V.graph.current_node.users
         dtypes = {x.get_dtype() for x in (query, key, value)}
@@ -277,7 +279,7 @@ def flex_attention_backward(original: Any) -> Any:
     """Lowers the plain implementation: the CPU has no template, and other devices have a Triton template."""
 
     def backward(query: Any, *args: Any) -> Any:
-        if query.get_device().type != "openreg":
+        if query.get_device().type != identity.name:
             return original(query, *args)
         *_, gradients = V.graph.current_node.meta["val"]
         *_, buffers, _ = V.graph.current_node.args  # what score_mod holds
@@ -314,4 +316,4 @@ def _lower_plain(*args: Any) -> Any:
 
 
 def _as_cpu(device_type: str | None) -> str | None:
-    return "cpu" if device_type == "openreg" else device_type
+    return "cpu" if device_type == identity.name else device_type

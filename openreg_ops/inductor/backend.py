@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from openreg_ops.identity import identity
+
 
 def openreg(
     model: torch.fx.GraphModule,
@@ -25,7 +27,7 @@ def openreg(
         RuntimeError: an argument is on another device.
     """
     for x in inputs:
-        if isinstance(x, torch.Tensor) and x.device.type not in ("openreg", "cpu"):
+        if isinstance(x, torch.Tensor) and x.device.type not in (identity.name, "cpu"):
             raise RuntimeError(
                 f'torch.compile(backend="openreg"): expected tensors on openreg or the CPU, but got one on {x.device}; '
                 'use backend="inductor"'

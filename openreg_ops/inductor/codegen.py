@@ -25,6 +25,7 @@ from torch._inductor.stream_utils import DEFAULT_STREAM_IDX, get_stream_name
 from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
+from openreg_ops.identity import identity
 from openreg_ops import _build, inductor, meta
 from openreg_ops.inductor import adapt, operators
 
@@ -192,7 +193,7 @@ class _Wrapper:
         *rest: Any,
     ) -> str:
         line = super().make_allocation(name, device, dtype, shape, stride, allocation_shape, *rest)
-        if device.type != "openreg":
+        if device.type != identity.name:
             return line
         return line.replace("= empty_strided(", "= empty_strided_openreg(", 1).replace(
             f"device='openreg', dtype={dtype}", f"{dtype}, {device.index}", 1
@@ -279,7 +280,7 @@ class CppWrapper(cpp_wrapper_cpu.CppWrapperCpu):
         )
 
     def codegen_model_constructor(self) -> None:
-        self.device = "openreg"  # of the constants
+        self.device = identity.name  # of the constants
         try:
             super().codegen_model_constructor()
         finally:
@@ -359,7 +360,7 @@ def _sources() -> list[Path]:
 def register() -> None:
     """Register the device with Inductor."""
     adapt.apply()
-    common.register_device_op_overrides("openreg", DeviceOverrides())
+    common.register_device_op_overrides(identity.name, DeviceOverrides())
     if hasattr(cpp_utils, "DEVICE_TO_ATEN"):  # torch 2.13 and 2.14
-        cpp_utils.DEVICE_TO_ATEN["openreg"] = DeviceOverrides().aten_device_type()
-    common.register_backend_for_device("openreg", Scheduling, PythonWrapper, CppWrapper, device_custom_pass=CacheKey())
+        cpp_utils.DEVICE_TO_ATEN[identity.name] = DeviceOverrides().aten_device_type()
+    common.register_backend_for_device(identity.name, Scheduling, PythonWrapper, CppWrapper, device_custom_pass=CacheKey())

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from openreg_ops.identity import identity
+
 
 def register() -> None:
     """Answer both questions as for the CPU."""
@@ -34,6 +36,6 @@ def register() -> None:
 
 
 def _on_cpu(x: torch.Tensor | None) -> torch.Tensor | None:
-    if x is None or x.device.type != "openreg":
+    if x is None or x.device.type != identity.name:
         return x
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu")

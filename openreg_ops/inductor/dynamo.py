@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch._dynamo import device_interface
 
+from openreg_ops.identity import identity
 from openreg_ops import _C
 
 
@@ -57,7 +58,7 @@ class Interface(device_interface.DeviceInterface):
 def register_interface() -> None:
     """Register the device with Dynamo."""
     # Not register_interface_for_device: Dynamo is only half imported, and in 2.15 that function imports more of it.
-    device_interface.device_interfaces["openreg"] = Interface
+    device_interface.device_interfaces[identity.name] = Interface
 
 
 def register_context_manager() -> None:

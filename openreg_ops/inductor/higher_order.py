@@ -32,7 +32,7 @@ def register_random_state() -> None:
 
     def device_of(args: Any, kwargs: Any) -> torch.device | None:
         devices = [getattr(x, "device", x) for x in (kwargs.get("device"), *args)]
-        return next((x for x in devices if isinstance(x, torch.device) and x.type == "openreg"), None)
+        return next((x for x in devices if isinstance(x, torch.device) and x.type == identity.name), None)
 
     @functools.wraps(save_elsewhere)
     def save_state(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def register_flex_attention() -> None:
 
     @functools.wraps(check)
     def validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        if query.device.type != "openreg":
+        if query.device.type != identity.name:
             check(query, key, value)
 
     flex._validate_device = validate_device

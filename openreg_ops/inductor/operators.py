@@ -12,6 +12,7 @@ import torch
 from torch._inductor import decomposition, lowering
 from torch._library.utils import get_layout_constraint_tag
 
+from openreg_ops.identity import identity
 from openreg_ops import inductor
 from openreg_ops.cuda_operators.products import DTYPE_PRODUCTS
 from openreg_ops.meta import op
@@ -41,7 +42,7 @@ def _product(target: torch._ops.OpOverload, function: Callable[..., Any]) -> Cal
     others = decomposition.decompositions.get(target)
 
     def decompose(*args: Any, **kwargs: Any) -> Any:
-        if args[0].device.type == "openreg":
+        if args[0].device.type == identity.name:
             return function(*args, **kwargs)
         return others(*args, **kwargs) if others else NotImplemented
 

@@ -17,6 +17,8 @@ import accelerate
 import torch
 from accelerate.state import AcceleratorState, PartialState
 
+from openreg_ops.identity import identity
+
 __all__ = ["Accelerator", "use_fp16"]
 
 os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "openreg")
@@ -31,7 +33,7 @@ if _chosen is not None and _chosen.type != torch.device(os.environ["ACCELERATE_T
 def on_device() -> bool:
     """Returns true if accelerate runs on the device, or will."""
     chosen = PartialState._shared_state.get("device") or torch.device(os.environ["ACCELERATE_TORCH_DEVICE"])
-    return chosen.type == "openreg"
+    return chosen.type == identity.name
 
 
 @contextlib.contextmanager

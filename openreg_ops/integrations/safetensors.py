@@ -13,6 +13,8 @@ from typing import Any
 import safetensors
 import torch
 
+from openreg_ops.identity import identity
+
 __all__ = ["safe_open"]
 
 _original = safetensors.safe_open
@@ -35,7 +37,7 @@ class safe_open(metaclass=_Opens):  # noqa: N801, a name of safetensors
 def _index(device: Any) -> Any:
     """The index of a device of ours, and everything else as it is."""
     kind, _, index = str(device).partition(":")
-    if kind != "openreg" or not (index.isdecimal() or str(device) == "openreg"):
+    if kind != identity.name or not (index.isdecimal() or str(device) == identity.name):
         return device
     return int(index) if index else torch.openreg.current_device()
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 
+from openreg_ops.identity import identity
 from openreg_ops.integrations import accelerate
 
 __all__ = ["Trainer", "TrainingArguments"]
@@ -46,7 +47,7 @@ class Trainer(transformers.Trainer):
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         made = super()._build_accelerator_args(**options)
-        self._fp16 = self.args.mixed_precision == "fp16" and self.args.device.type == "openreg"
+        self._fp16 = self.args.mixed_precision == "fp16" and self.args.device.type == identity.name
         if self._fp16:
             made["mixed_precision"] = accelerate.before_fp16()
         return made

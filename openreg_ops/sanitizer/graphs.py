@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from openreg_ops.identity import identity
 from openreg_ops import _C
 from openreg_ops.device.memory import address_of
 from openreg_ops.sanitizer.graph_report import CapturedGraph, GraphError, HostTensor, Hyperparameter, Node, Use
@@ -77,11 +78,11 @@ class Captures:
 
     def captured(self, found: Iterable[tuple[torch.Tensor, Any, Any]], args: Any, kwargs: Any) -> Stream | None:
         """The captured stream that an operator runs on, or None if it is not captured."""
-        devices = dict.fromkeys(x.device.index for x, _, _ in found if x.device.type == "openreg")
+        devices = dict.fromkeys(x.device.index for x, _, _ in found if x.device.type == identity.name)
         if not devices:
             like = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), "cpu")  # of a factory
             device = torch.device(kwargs.get("device") or like)
-            if device.type != "openreg":
+            if device.type != identity.name:
                 return None
             devices = {_C.current_device() if device.index is None else device.index: None}
         streams = map(_stream_of, devices)  # of several: a copy to another device, whose stream joins the capture
@@ -100,7 +101,7 @@ class Captures:
         assert graph is not None
         node = Node(str(func), line(), trace, str(graph))
         generator = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
-        if generator is not None and generator.device.type == "openreg":
+        if generator is not None and generator.device.type == identity.name:
             default = torch.openreg.default_generators[generator.device.index]
             if generator._cdata not in {default._cdata, *graph.generators}:
                 self.races.fail(
@@ -156,7 +157,7 @@ class Captures:
         assert graph is not None
         graph.streams.add(stream)
         for x, kind, name in found:
-            if x.device.type == "openreg":
+            if x.device.type == identity.name:
                 memory = self.races._memory_of(x)
             else:
                 memory = graph.pinned_memory(address_of(x)) if x.is_pinned() else None  # of a copy
@@ -386,7 +387,7 @@ class Captures:
 
     def function(self, func: Any, args: Any, kwargs: Any, before: Callable[[], None]) -> Any:
         """Call `before` and a function of torch, tracking views of graph outputs among its arguments and results."""
-        if func == _SET_DATA and isinstance(args[0], torch.nn.Parameter) and args[0].device.type == "openreg":
+        if func == _SET_DATA and isinstance(args[0], torch.nn.Parameter) and args[0].device.type == identity.name:
             with self.races.lock, torch._C._DisableTorchDispatch():
                 old, new = Span.of(args[0]), Span.of(args[1])
                 self.moved.pop(new, None)
@@ -407,7 +408,7 @@ class Captures:
             self.passed.views = outer
         viewed = stale[:1] if stale and stale[0] is self._view_of(given[0]) else []  # others may only give a shape
         for x in _tensors(out):
-            if x.device.type == "openreg" and not any(x is each for each in given):
+            if x.device.type == identity.name and not any(x is each for each in given):
                 self._made_view(x, viewed)
         return out
 

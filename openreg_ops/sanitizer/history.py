@@ -21,6 +21,7 @@ import torch
 from torch.cuda import _sanitizer as csan
 from torch.cuda._sanitizer import AccessType, SynchronizationError
 
+from openreg_ops.identity import identity
 from openreg_ops import _C
 from openreg_ops.device.memory import address_of
 from openreg_ops.sanitizer.graph_report import GraphError
@@ -87,7 +88,7 @@ def dense_parts(x: torch.Tensor) -> Iterable[torch.Tensor]:
     else:
         parts = (x,) if x.layout == torch.strided else ()
     # Check the address first: a fake tensor has none, and numel() could add a guard on its sizes.
-    return [part for part in parts if part.device.type in ("openreg", "cpu") and address_of(part) and part.numel()]
+    return [part for part in parts if part.device.type in (identity.name, "cpu") and address_of(part) and part.numel()]
 
 
 class _Traits(NamedTuple):
@@ -542,7 +543,7 @@ class Call:
         with self.races.lock, torch._C._DisableTorchDispatch():
             trace = Trace(self.races.caller)
             self.races.drain()
-            on_device = any(x.device.type == "openreg" for x, _, _ in inputs)
+            on_device = any(x.device.type == identity.name for x, _, _ in inputs)
             node = captures.node(self.func, self.args, self.kwargs, trace)
             if on_device and not self.traits.copies:
                 for x, _, _ in inputs:
@@ -561,7 +562,7 @@ class Call:
 
     def runs_on(self, found: list[tuple[torch.Tensor, AccessType, str | None]]) -> None:
         """The operator runs on the current stream of the first tensor's device; it waits for the streams of the others."""
-        for index in dict.fromkeys(x.device.index for x, _, _ in found if x.device.type == "openreg"):
+        for index in dict.fromkeys(x.device.index for x, _, _ in found if x.device.type == identity.name):
             stream = current_stream(index)
             if not self.streams:
                 self.races.syncs.update_seq_num(stream, self.seq_num)

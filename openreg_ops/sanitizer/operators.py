@@ -116,7 +116,7 @@ class SanitizerFunctionMode(TorchFunctionMode):
             self.races.seq_num += 1
             for part in dense_parts(x):
                 stream = None
-                if part.device.type == "openreg":
+                if part.device.type == identity.name:
                     stream = current_stream(part.device.index)
                     self.races.syncs.update_seq_num(stream, self.races.seq_num)
                 trace = Trace(self.races.caller)

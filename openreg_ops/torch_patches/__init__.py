@@ -11,6 +11,7 @@ metadata.py          the metadata of deep copies and of fake tensors
 multiprocessing.py   tensors sent to other processes
 """
 
+from openreg_ops.identity import identity
 from openreg_ops.torch_patches import (
     autocast,
     backward,
@@ -25,10 +26,11 @@ from openreg_ops.torch_patches import (
 
 def register() -> None:
     """Install all patches."""
-    autocast.register()
+    if identity.name != "cuda":  # which these lists have
+        autocast.register()
+        checkpoint.register()
+        dlpack.register()
     backward.register()
-    checkpoint.register()
-    dlpack.register()
     multiprocessing.register()
     metadata.register()
     jagged_attention.register()

@@ -14,6 +14,8 @@ import torch
 from torch.cuda import nccl
 from torch.utils._pytree import tree_leaves
 
+from openreg_ops.identity import identity
+
 __all__ = ["register"]
 
 
@@ -24,13 +26,13 @@ def _check(condition: bool, message: str) -> None:
 
 def _check_device(index: int) -> torch.device:
     _check(index >= 0, f"Expected non-negative device index, but got {index}")
-    return torch.device("openreg", index)
+    return torch.device(identity.name, index)
 
 
 def _check_outputs(outputs: Sequence[torch.Tensor]) -> None:
     for i, output in enumerate(outputs):
         _check(
-            output.device.type == "openreg",
+            output.device.type == identity.name,
             f"Expected all output tensors to be openreg tensors, but output tensor at index {i} has device "
             f"'{output.device}'",
         )
@@ -158,7 +160,7 @@ def _check_inputs(tensors: Sequence[torch.Tensor], dim: int) -> tuple[int, list[
     dim %= first.dim() or 1
     for i, tensor in enumerate(tensors):
         _check(
-            tensor.device.type == "openreg",
+            tensor.device.type == identity.name,
             f"Expected all input tensors to be openreg tensors, but tensor at index {i} has device {tensor.device}",
         )
         _check(
@@ -177,7 +179,7 @@ def _check_inputs(tensors: Sequence[torch.Tensor], dim: int) -> tuple[int, list[
 
 def _gather(tensors: Sequence[torch.Tensor], dim: int, destination_index: int | None) -> torch.Tensor:
     dim, shape = _check_inputs(tensors, dim)
-    device = "cpu" if destination_index == -1 else "openreg"
+    device = "cpu" if destination_index == -1 else identity.name
     if destination_index is not None and destination_index != -1:
         device = _check_device(destination_index)
     channels_last = next(
@@ -217,7 +219,7 @@ _nccl_is_available = nccl.is_available
 @functools.wraps(_nccl_is_available)
 def is_available(tensors: Sequence[torch.Tensor]) -> bool:
     """No for the device's tensors, without the warning of a PyTorch that has no NCCL."""
-    return not any(tensor.device.type == "openreg" for tensor in tensors) and _nccl_is_available(tensors)
+    return not any(tensor.device.type == identity.name for tensor in tensors) and _nccl_is_available(tensors)
 
 
 def _for_the_device(ours: Callable[..., Any], cudas: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,7 +228,7 @@ def _for_the_device(ours: Callable[..., Any], cudas: Callable[..., Any]) -> Call
     @functools.wraps(ours)
     def chosen(*arguments: Any) -> Any:
         types = {leaf.device.type for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
-        is_cudas = "openreg" not in types and ("cuda" in types or torch.cuda.is_available())
+        is_cudas = identity.name not in types and ("cuda" in types or torch.cuda.is_available())
         return (cudas if is_cudas else ours)(*arguments)
 
     return chosen

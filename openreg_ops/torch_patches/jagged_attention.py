@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from openreg_ops.identity import identity
 from openreg_ops.torch_patches.import_hooks import after_import
 
 __all__ = ["register"]
@@ -39,7 +40,7 @@ def _choice(module: types.ModuleType, name: str, enabled: Any, dtypes: tuple[tor
 
     def can_use(params: Any, debug: bool = False) -> bool:
         query = params.query
-        if query.device.type != "openreg":
+        if query.device.type != identity.name:
             return original(params, debug)
         able = query.dtype in dtypes and query.dim() == 4 and params.attn_mask is None
         if debug and not able:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter
 
+from openreg_ops.identity import identity
 from openreg_ops import _C
 from openreg_ops.torch_patches.import_hooks import after_import
 
@@ -31,7 +32,7 @@ def _keeping_metadata(original: Any, of: int) -> Any:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         made, source = original(*args, **kwargs), args[of]
-        if source.device.type == "openreg" and isinstance(made, torch.Tensor):
+        if source.device.type == identity.name and isinstance(made, torch.Tensor):
             _C.copy_metadata(source, made)
         return made
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
+from openreg_ops.identity import identity
 from openreg_ops import _C
 from openreg_ops.device.streams import Event, InterprocessEvent
 
@@ -29,11 +30,11 @@ def _rebuild(handle: Any, nbytes: int, device: int) -> torch.UntypedStorage:
 
 
 def _rebuild_empty(device: int) -> torch.UntypedStorage:
-    return torch.UntypedStorage(0, device=f"openreg:{device}")
+    return torch.UntypedStorage(0, device=f"{identity.name}:{device}")
 
 
 def _reduce(storage: torch.UntypedStorage) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    if storage.device.type != "openreg":
+    if storage.device.type != identity.name:
         return reductions.reduce_storage(storage)
     if not storage.nbytes():
         return _rebuild_empty, (storage.device.index,)

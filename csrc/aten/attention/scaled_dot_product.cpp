@@ -201,6 +201,8 @@ std::tuple<at::Tensor, at::Tensor> mathematical(const at::Tensor& query, const a
       query, key, value, causal, dropout_p, /*is_causal=*/false, dropout_mask, scale, enable_gqa);
 }
 
+[[maybe_unused]] const bool fused_sdp_choice_registered = register_stub(at::native::_fused_sdp_choice_stub, &choose);
+
 } // namespace
 
 OPENREG_LIBRARY_IMPL(aten, autograd, m) {
@@ -214,7 +216,3 @@ OPENREG_LIBRARY_IMPL(aten, dense, m) {
 }
 
 } // namespace openreg
-
-namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &openreg::choose)
-} // namespace at::native

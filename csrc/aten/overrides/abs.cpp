@@ -25,6 +25,8 @@ void abs_kernel(at::TensorIteratorBase& iter) {
   else run(stream, [&] { at::native::abs_stub(at::kCPU, iter); });
 }
 
+[[maybe_unused]] const bool abs_registered = register_stub(at::native::abs_stub, &abs_kernel);
+
 } // namespace
 
 OPENREG_LIBRARY_IMPL(aten, dense, m) {
@@ -32,7 +34,3 @@ OPENREG_LIBRARY_IMPL(aten, dense, m) {
 }
 
 } // namespace openreg
-
-namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(abs_stub, &openreg::abs_kernel)
-} // namespace at::native

@@ -67,11 +67,23 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward_overrideable
   }));
 }
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& grad, const at::Tensor& input,
+    const at::Tensor& weight, at::OptionalIntArrayRef, at::IntArrayRef stride, at::IntArrayRef padding,
+    at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups,
+    std::array<bool, 3> mask) {
+  return convolution_backward_overrideable(
+      grad, input, weight, stride, padding, dilation, transposed, output_padding, groups, mask);
+}
+
 } // namespace
 
 OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("convolution_overrideable", convolution_overrideable);
   m.impl("convolution_backward_overrideable", convolution_backward_overrideable);
+  if (!is_cuda()) return;
+  // For CUDA, PyTorch chooses among the algorithms of CUDA's libraries, and never the overrideable one.
+  m.impl("convolution", convolution_overrideable);
+  m.impl("convolution_backward", convolution_backward);
 }
 
 } // namespace openreg

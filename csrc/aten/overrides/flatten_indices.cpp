@@ -3,6 +3,7 @@
 #include <ATen/native/DispatchStub.h>
 
 #include "aten/cpu_call.h"
+#include "backend/identity/identity.h"
 
 namespace at::native {
 DECLARE_DISPATCH(at::Tensor (*)(const at::Tensor&, at::IntArrayRef), flatten_indices_stub)
@@ -17,9 +18,7 @@ at::Tensor flatten_indices(const at::Tensor& indices, at::IntArrayRef size) {
   return call.result(call.run([&] { return at::native::flatten_indices_stub(at::kCPU, alias, size); }));
 }
 
+[[maybe_unused]] const bool flatten_indices_registered = register_stub(at::native::flatten_indices_stub, &flatten_indices);
+
 } // namespace
 } // namespace openreg
-
-namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(flatten_indices_stub, &openreg::flatten_indices)
-} // namespace at::native

@@ -3,6 +3,7 @@
 #include <ATen/native/UnaryOps.h>
 
 #include "aten/deferred/deferred.h"
+#include "backend/identity/identity.h"
 
 namespace openreg {
 namespace {
@@ -15,9 +16,7 @@ void kaiser_window(at::TensorIteratorBase& iter, int64_t length, double beta) {
   else run(stream, [&] { at::native::kaiser_window_stub(at::kCPU, iter, length, beta); });
 }
 
+[[maybe_unused]] const bool kaiser_window_registered = register_stub(at::native::kaiser_window_stub, &kaiser_window);
+
 } // namespace
 } // namespace openreg
-
-namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(kaiser_window_stub, &openreg::kaiser_window)
-} // namespace at::native

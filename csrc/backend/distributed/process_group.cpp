@@ -427,8 +427,9 @@ void to_dense_key(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit
 } // namespace
 
 // Gloo sums sparse tensors too; c10d has a kernel at this key for its own
-// devices only.
+// devices only, of which CUDA is one.
 OPENREG_LIBRARY_IMPL(c10d, sparse, m) {
+  if (is_cuda()) return;
   m.impl("allreduce_", torch::CppFunction::makeFromBoxedFunction<&to_dense_key>());
 }
 

@@ -1,19 +1,23 @@
-// PrivateUse1HooksInterface: how PyTorch's device-independent code queries a backend.
+// AcceleratorHooksInterface: how PyTorch's device-independent code queries a backend.
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 
 #include "backend/allocator.h"
+#include "backend/device_index.h"
 #include "backend/generator.h"
 #include "backend/host_allocator.h"
 #include "backend/identity/identity.h"
 #include "runtime/device.h"
 #include "runtime/memory/memory.h"
+#include "runtime/stream/stream.h"
 
 namespace openreg {
 namespace {
 
-struct Hooks final : at::PrivateUse1HooksInterface {
+template <typename Interface>
+struct Hooks : Interface {
   void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return device_count() > 0; }
@@ -41,13 +45,29 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     TORCH_CHECK(device >= 0, "openreg: ", pointer, " is not an address in openreg memory");
     return device_at(device);
   }
+};
+
+struct PrivateUse1Hooks final : Hooks<at::PrivateUse1HooksInterface> {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     resize_storage(storage.unsafeGetStorageImpl(), bytes);
   }
 };
 
+struct CUDAHooks final : Hooks<at::CUDAHooksInterface> {
+  bool hasCUDA() const override { return true; }
+  c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
+  at::Allocator* getCUDADeviceAllocator() const override { return c10::GetAllocator(identity.type); }
+  int getNumGPUs() const override { return deviceCount(); }
+  void deviceSynchronize(c10::DeviceIndex device) const override { synchronize_device(checked_index(device)); }
+};
+
 const bool hooks_registered = [] {
-  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  if (is_cuda())
+    at::CUDAHooksRegistry()->Register(
+        "CUDAHooks", [](at::CUDAHooksArgs) -> std::unique_ptr<at::CUDAHooksInterface> {
+          return std::make_unique<CUDAHooks>();
+        });
+  else at::RegisterPrivateUse1HooksInterface(new PrivateUse1Hooks);
   return true;
 }();
 

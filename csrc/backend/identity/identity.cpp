@@ -2,9 +2,27 @@
 
 #include <torch/csrc/profiler/stubs/base.h>
 
+#include <string_view>
+
+#include "runtime/device.h"
+
 namespace openreg {
 
 Identity choose_identity() noexcept {
+  if (device_name() == std::string_view("cuda"))
+    return {
+        .type = c10::kCUDA,
+        .backend = c10::BackendComponent::CUDABit,
+        .dense = c10::DispatchKey::CUDA,
+        .sparse = c10::DispatchKey::SparseCUDA,
+        .sparse_csr = c10::DispatchKey::SparseCsrCUDA,
+        .quantized = c10::DispatchKey::QuantizedCUDA,
+        .nested = c10::DispatchKey::NestedTensorCUDA,
+        .autograd = c10::DispatchKey::AutogradCUDA,
+        .autocast = c10::DispatchKey::AutocastCUDA,
+        .name = "cuda",
+        .module = "cuda",
+    };
   return {
       .type = c10::kPrivateUse1,
       .backend = c10::BackendComponent::PrivateUse1Bit,
@@ -21,7 +39,8 @@ Identity choose_identity() noexcept {
 }
 
 void register_profiler(torch::profiler::impl::ProfilerStubs* stubs) {
-  torch::profiler::impl::registerPrivateUse1Methods(stubs);
+  is_cuda() ? torch::profiler::impl::registerCUDAMethods(stubs)
+            : torch::profiler::impl::registerPrivateUse1Methods(stubs);
 }
 
 } // namespace openreg

@@ -38,6 +38,18 @@ inline const c10::DispatchKeySet kAutocast =
     c10::DispatchKeySet(identity.autocast) | c10::DispatchKeySet(c10::DispatchKey::AutocastCPU);
 inline const c10::DispatchKeySet kAboveBackend = c10::autograd_dispatch_keyset_with_ADInplaceOrView | kAutocast;
 
+// Returns true if the device is at CUDA's keys, where PyTorch has kernels of its own for autocast.
+inline bool is_cuda() {
+  return identity.type == c10::kCUDA;
+}
+
+// Makes `kernel` what a kernel of ATen calls for the device, through one of ATen's stubs.
+template <typename Stub>
+bool register_stub(Stub& stub, typename Stub::FnPtr kernel) {
+  is_cuda() ? stub.set_cuda_dispatch_ptr(kernel) : stub.set_privateuse1_dispatch_ptr(kernel);
+  return true;
+}
+
 // Sets the functions that torch.autograd.profiler calls for the device.
 void register_profiler(torch::profiler::impl::ProfilerStubs* stubs);
 

@@ -1,0 +1,118 @@
+"""What ``torch.cuda`` has besides the names of ``torch.openreg``, where OPENREG_DEVICE=cuda gives the device that name."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from openreg_ops import _C
+from openreg_ops.device import devices, graphs, memory, streams
+
+__all__ = ["capability", "register"]
+
+
+def capability() -> tuple[int, int] | None:
+    """The compute capability that OPENREG_DEVICE=cuda:sm_90 pretends, such as (9, 0), or None."""
+    _, _, pretended = os.environ.get("OPENREG_DEVICE", "").partition(":sm_")
+    return divmod(int(pretended), 10) if pretended else None
+
+
+# What only NVIDIA's libraries and tools can do, and which of them.
+_REFUSED = {
+    "torch.cuda.CUDAPluggableAllocator": "an allocator written for the CUDA runtime",
+    "torch.cuda.change_current_allocator": "an allocator written for the CUDA runtime",
+    "torch.cuda.memory.CUDAPluggableAllocator": "an allocator written for the CUDA runtime",
+    "torch.cuda.memory.change_current_allocator": "an allocator written for the CUDA runtime",
+    "torch.cuda.clock_rate": "NVML",
+    "torch.cuda.power_draw": "NVML",
+    "torch.cuda.temperature": "NVML",
+    "torch.cuda.current_blas_handle": "cuBLAS",
+    "torch.cuda.current_solver_handle": "cuSOLVER",
+    "torch.cuda.GreenContext": "the CUDA driver",
+    "torch.cuda.jiterator._create_jit_fn": "NVRTC",
+    "torch.cuda.jiterator._create_multi_output_jit_fn": "NVRTC",
+    "torch.cuda.gds.GdsFile": "cuFile",
+    "torch.cuda.gds.gds_register_buffer": "cuFile",
+    "torch.cuda.gds.gds_deregister_buffer": "cuFile",
+    **{
+        f"torch.cuda.nccl.{name}": "NCCL; use torch.distributed"
+        for name in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "version", "unique_id")
+    },
+}
+
+
+def _refusal(name: str, library: str) -> Callable[..., NoReturn]:
+    def refused(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(f"{name} needs {library}, which the simulated device under the name cuda does not have")
+
+    return refused
+
+
+class _Runtime(types.SimpleNamespace):
+    """The functions of ``torch.cuda.cudart()`` that have a meaning here. Each returns an error code, 0 for success."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"cudart().{name} needs the CUDA runtime, which the simulated device does not have")
+
+
+def _runtime() -> _Runtime:
+    return _Runtime(
+        cudaProfilerStart=lambda: 0,
+        cudaProfilerStop=lambda: 0,
+        cudaDeviceSynchronize=lambda: devices.synchronize() or 0,
+        cudaMemGetInfo=lambda device: memory.mem_get_info(device),
+        cudaGetErrorString=lambda code: "no error" if not int(code) else "unknown error",
+    )
+
+
+def _bindings() -> dict[str, Any]:
+    """The functions of ``torch._C`` that PyTorch's Python code calls for CUDA outside ``torch.cuda``."""
+    return {
+        "_cuda_init": devices.init,
+        "_cuda_isInBadFork": devices._is_in_bad_fork,
+        "_cuda_getDeviceCount": devices.device_count,
+        "_cuda_getDevice": devices.current_device,
+        "_cuda_setDevice": devices.set_device,
+        "_cuda_exchangeDevice": _C.exchange_device,
+        "_cuda_maybeExchangeDevice": _maybe_exchange_device,
+        "_cuda_hasPrimaryContext": lambda device: 0 <= device < devices.device_count(),
+        "_cuda_canDeviceAccessPeer": devices.can_device_access_peer,
+        "_cuda_getArchFlags": lambda: " ".join(devices.get_arch_list()),
+        "_cuda_getCurrentRawStream": lambda device: streams.current_stream(device).native_handle,
+        "_cuda_isCurrentStreamCapturing": graphs.is_current_stream_capturing,
+        "_cuda_synchronize": devices.synchronize,
+        "_cuda_sleep": streams._sleep,
+        "_cuda_ipc_collect": devices.ipc_collect,
+        "_cuda_emptyCache": memory.empty_cache,
+        "_cuda_memoryStats": memory.memory_stats_as_nested_dict,
+        "_cuda_getAllocatorBackend": memory.get_allocator_backend,
+        "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+        "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_resetPeakMemoryStats": memory.reset_peak_memory_stats,
+    }
+
+
+def _maybe_exchange_device(device: int) -> int:
+    return _C.exchange_device(device) if device >= 0 else devices.current_device()
+
+
+def register(cuda: types.ModuleType) -> None:
+    """Complete ``torch.cuda``, which has the names of ``torch.openreg`` already."""
+    for name, function in _bindings().items():
+        setattr(torch._C, name, function)
+    cuda._exchange_device, cuda._maybe_exchange_device = _C.exchange_device, _maybe_exchange_device
+    cuda._CudaDeviceProperties = devices.DeviceProperties
+    cuda._cudart = cuda.cudart = None
+    cuda.cudart = _runtime
+    cuda.CUDAGraph = cuda.graphs.CUDAGraph = graphs.Graph
+    cuda._sanitizer.enable_cuda_sanitizer = cuda._sanitizer.enable_openreg_sanitizer
+    cuda._is_compiled = lambda: True
+    for name, library in _REFUSED.items():
+        *path, last = name.split(".")[2:]
+        owner = getattr(cuda, path[0], None) if path else cuda
+        if owner is not None and hasattr(owner, last):
+            setattr(owner, last, _refusal(name, library))
