@@ -33,7 +33,10 @@ def _load() -> None:
     torch, package = (importlib.util.find_spec(name) for name in ("torch", "openreg_ops"))
     if not torch or not package or not torch.origin or not package.origin:
         return
-    versions, built = _run(Path(torch.origin).with_name("version.py")), _run(Path(package.origin).with_name("_build.py"))
+    versions, built = (
+        _run(Path(torch.origin).with_name("version.py")),
+        _run(Path(package.origin).with_name("_build.py")),
+    )
     if versions.get("__version__") != built.get("TORCH_VERSION") or versions["cuda"] or versions["hip"]:
         return
     extension = Path(package.origin).with_name(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")

@@ -31,7 +31,9 @@ def register() -> None:
     """Name the backend, create ``torch.openreg``, and generate ``x.openreg()``, ``x.is_openreg`` and similar
     methods. If the device is called cuda, ``torch.openreg`` is ``torch.cuda``, where PyTorch has the methods."""
     is_cuda = identity.name == "cuda"
-    module = torch.cuda if is_cuda else types.ModuleType("torch.openreg", "The openreg device, as torch.cuda is CUDA's.")
+    module = (
+        torch.cuda if is_cuda else types.ModuleType("torch.openreg", "The openreg device, as torch.cuda is CUDA's.")
+    )
     # The public names of these modules are also names of torch.openreg.
     flat = {"amp": amp, "graphs": graphs, "memory": memory, "random": random, "streams": streams}
     public = (devices, *flat.values(), usage, sync_debug)

@@ -30,7 +30,10 @@ def _is_names(text: str) -> bool:
 _ANY = lambda _: True  # noqa: E731
 _SWITCH = ("0", "1")
 _TAKES = {
-    "OPENREG_DEVICE": ("openreg, cuda, or cuda:sm_90 for a compute capability", re.compile(r"openreg|cuda(:sm_\d{2,3})?").fullmatch),
+    "OPENREG_DEVICE": (
+        "openreg, cuda, or cuda:sm_90 for a compute capability",
+        re.compile(r"openreg|cuda(:sm_\d{2,3})?").fullmatch,
+    ),
     "OPENREG_DEVICE_COUNT": ("a number from 0 to 64", _is_count),
     "OPENREG_DEVICE_MEMORY": ("a size such as 8GiB or 512MiB", _is_size),
     "OPENREG_POISON": _SWITCH,
@@ -61,6 +64,12 @@ def check() -> None:
         value = os.environ.get(name, "")
         if value and not (takes[-1](value) if callable(takes[-1]) else value in takes):
             raise WrongVariable(name)
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """The capability that OPENREG_DEVICE=cuda:sm_90 pretends, such as (9, 0), or None."""
+    _, _, pretended = os.environ.get("OPENREG_DEVICE", "").partition(":sm_")
+    return divmod(int(pretended), 10) if pretended else None
 
 
 class CudaUnavailable(ImportError):  # noqa: N818 -- the name says it

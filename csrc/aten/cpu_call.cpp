@@ -236,7 +236,7 @@ const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
 
 void CpuCall::refuse(const at::Tensor& tensor) const {
   const bool known = device_ >= 0;
-  const std::string here = known ? c10::str("openreg:", static_cast<int>(device_)) : "openreg";
+  const std::string here = known ? device_at(device_).str() : identity.name;
   const char* message = row_of(name_).wrong_device;
   TORCH_CHECK(!message, name_, ": ", message, " (", known ? here : tensor.device().str(), "); move one with .to()");
   TORCH_CHECK(false, name_, ": Expected all tensors to be on the same device, but found at least two devices, ", here,
@@ -373,7 +373,7 @@ void CpuCall::alias_special(Slot& slot) {
 at::Generator CpuCall::generator(const std::optional<at::Generator>& generator) {
   const at::Generator& used = generator && generator->defined() ? *generator : default_generator(device());
   TORCH_CHECK(on_device(used.device()) && used.device().index() == device(),
-      "Expected a generator on openreg:", static_cast<int>(device()), " but found one on ", used.device(),
+      "Expected a generator on ", device_at(device()), " but found one on ", used.device(),
       "; make it with torch.Generator(device=...)");
   return inner_generator(used);
 }

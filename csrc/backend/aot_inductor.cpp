@@ -116,7 +116,7 @@ std::unique_ptr<torch::inductor::AOTIModelContainerRunner> make_runner(
   return std::make_unique<Runner>(path, models, index, directory, single);
 }
 
-const torch::inductor::RegisterAOTIModelRunner runner_registered("openreg", &make_runner);
+const torch::inductor::RegisterAOTIModelRunner runner_registered(identity.name, &make_runner);
 
 } // namespace
 } // namespace openreg

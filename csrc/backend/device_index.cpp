@@ -14,15 +14,15 @@ c10::DeviceIndex checked_index(int64_t index) {
   const int count = device_count();
   TORCH_CHECK(index >= 0 && index < count, "openreg: invalid device ordinal ", index, "; there ",
       count == 0       ? std::string("are no devices")
-          : count == 1 ? std::string("is 1 device, openreg:0")
-                       : c10::str("are ", count, " devices, openreg:0 to openreg:", count - 1),
+          : count == 1 ? "is 1 device, " + device_name(0)
+                       : c10::str("are ", count, " devices, ", device_name(0), " to ", device_name(count - 1)),
       ". Set OPENREG_DEVICE_COUNT before starting Python to have more.");
   return static_cast<c10::DeviceIndex>(index);
 }
 
 c10::DeviceIndex checked_index(std::optional<c10::Device> device) {
   if (!device) return checked_index(-1);
-  TORCH_CHECK(on_device(*device), "openreg: expected an openreg device, but got ", *device);
+  TORCH_CHECK(on_device(*device), "openreg: expected a device of type ", identity.name, ", but got ", *device);
   return checked_index(device->index());
 }
 

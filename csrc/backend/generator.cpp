@@ -199,7 +199,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override {
     auto* other = dynamic_cast<DeviceGenerator*>(state.get());
     TORCH_CHECK(
-        other, "openreg: graphsafe_set_state() expected an openreg Generator, but got one of ", state->device());
+        other, "openreg: graphsafe_set_state() expected a Generator of ", identity.name, ", but got one of ", state->device());
     inner_ = other->own_inner();
     of_child_ = other->of_child_;
     draws_ = other->draws_;

@@ -22,7 +22,7 @@ DeviceGraph::~DeviceGraph() {
 
 void DeviceGraph::register_generator_state(const at::Generator& generator) {
   TORCH_CHECK(generator.defined() && on_device(generator.device()),
-      "register_generator_state: expected a torch.Generator on openreg, but got one on ",
+      "register_generator_state: expected a torch.Generator on ", identity.name, ", but got one on ",
       generator.defined() ? generator.device().str() : "no device", "; make it with torch.Generator(device=...)");
   generators_.push_back(generator);
 }
@@ -53,7 +53,7 @@ void DeviceGraph::capture_end() {
   if (stream != began) { // the program made another one current and left it so
     lock.unlock();
     reset();
-    throw_device_error("openreg error: a capture must end on the stream that it began on, stream " +
+    throw_device_error(error_prefix() + "a capture must end on the stream that it began on, stream " +
         std::to_string(began.id) + ", but the current one is stream " + std::to_string(stream.id) +
         "; make that one current. The capture is over, and its memory is free");
   }

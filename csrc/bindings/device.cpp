@@ -58,13 +58,31 @@ PyObject* priority_of_stream(PyObject* self, void*) {
   PyErr_SetString(PyExc_AttributeError, "'torch.Stream' object has no attribute 'priority'");
   return nullptr;
 }
-void add_priority() {
-  static PyGetSetDef definition = {"priority", &priority_of_stream, nullptr,
-      "The priority of a stream of openreg: 0, or -1 for a more urgent one.", nullptr};
-  const auto property = py::reinterpret_steal<py::object>(PyDescr_NewGetSet(THPStreamClass, &definition));
-  if (!property || PyDict_SetItemString(THPStreamClass->tp_dict, "priority", property.ptr()) < 0)
+// torch.cuda.Stream.cuda_stream
+PyObject* handle_of_stream(PyObject* self, void*) {
+  return PyObject_GetAttrString(self, "native_handle");
+}
+PyObject* address_of_event(PyObject* self, void*) {
+  return PyLong_FromVoidPtr(reinterpret_cast<THPEvent*>(self)->event.eventId());
+}
+
+void add_property(PyTypeObject* type, PyGetSetDef& definition) {
+  const auto property = py::reinterpret_steal<py::object>(PyDescr_NewGetSet(type, &definition));
+  if (!property || PyDict_SetItemString(type->tp_dict, definition.name, property.ptr()) < 0)
     throw py::error_already_set();
-  PyType_Modified(THPStreamClass);
+  PyType_Modified(type);
+}
+
+void add_properties() {
+  static PyGetSetDef priority = {"priority", &priority_of_stream, nullptr,
+      "The priority of a stream of the device: 0, or -1 for a more urgent one.", nullptr};
+  static PyGetSetDef stream = {"cuda_stream", &handle_of_stream, nullptr, "The stream's native_handle.", nullptr};
+  static PyGetSetDef event = {"cuda_event", &address_of_event, nullptr,
+      "The address of the event, 0 before it is first recorded.", nullptr};
+  add_property(THPStreamClass, priority);
+  if (!is_cuda()) return;
+  add_property(THPStreamClass, stream);
+  add_property(THPEventClass, event);
 }
 
 c10::Event& event_of(const py::object& event) {
@@ -86,7 +104,7 @@ void bind_streams(py::module_& m) {
   });
   m.def("is_stream", [](int device, int64_t id) { return is_stream({device, id}); });
   m.def("stream_priority", [](int device, int64_t id) { return stream_priority({device, id}); });
-  add_priority();
+  add_properties();
   m.def(
       "make_interprocess", [](const py::object& event) { event_of(event) = c10::Event(identity.type, kInterprocess); });
   m.def("make_external", [](const py::object& event) { open_event(event_of(event), checked_index(-1), ""); });

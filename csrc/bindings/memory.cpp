@@ -92,7 +92,7 @@ void bind_pools(py::module_& m) {
     initialize();
     const int index = checked_index(device);
     TORCH_CHECK(
-        is_stream({index, stream}), "caching_allocator_alloc: there is no stream ", stream, " on openreg:", index);
+        is_stream({index, stream}), "caching_allocator_alloc: there is no stream ", stream, " on ", device_at(index));
     try {
       return reinterpret_cast<uintptr_t>(allocate({index, stream}, bytes));
     } catch (const OutOfMemory& error) {
@@ -189,6 +189,9 @@ void bind_memory(py::module_& m) {
   m.def("poison", &poison);
   m.def("isolation_mode", [] { return name_of(isolation(), kIsolations); });
   set_host_thread([] { return PyGILState_GetThisThreadState() != nullptr; });
+  m.def("resize_storage", [](const c10::Storage& storage, size_t bytes) {
+    resize_storage(storage.unsafeGetStorageImpl(), bytes);
+  });
   m.def("share_storage", &share_storage, py::call_guard<py::gil_scoped_release>());
   m.def("open_storage", &open_storage, py::call_guard<py::gil_scoped_release>());
   bind_pools(m);

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <memory>
+#include <set>
 
 #include "backend/functorch.h"
 #include "backend/map_tensors.h"
@@ -184,7 +185,7 @@ torch::CppFunction autocast(Cast policy, c10::DeviceType device) {
 }
 
 void autocast(torch::Library& m, const char* name, Cast policy) {
-  for (const auto device : {identity.type, at::kCPU, at::kCUDA})
+  for (const auto device : std::set{identity.type, at::kCPU, at::kCUDA})
     m.impl(name,
         torch::dispatch(at::autocast::get_autocast_dispatch_key_from_device_type(device), autocast(policy, device)));
 }

@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -206,7 +207,7 @@ void autocast(torch::Library& m, const char* name, Cast policy);
 template <class F>
 void autocast(torch::Library& m, const char* name, F* kernel) {
   using c10::DispatchKey;
-  for (const auto key : {identity.autocast, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA})
+  for (const auto key : std::set{identity.autocast, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA})
     m.impl(name, torch::dispatch(key, kernel));
 }
 

@@ -39,6 +39,14 @@ std::size_t bytes_from_environment(const char* name, std::size_t otherwise) {
   return static_cast<std::size_t>(number * scale);
 }
 
+bool named_cuda() noexcept {
+  static const bool cuda = [] {
+    const char* text = std::getenv("OPENREG_DEVICE");
+    return text && std::string_view(text).substr(0, 4) == "cuda";
+  }();
+  return cuda;
+}
+
 int count_from_environment() {
   const char* text = std::getenv("OPENREG_DEVICE_COUNT");
   if (!text || !*text) return 2;
@@ -54,11 +62,15 @@ int count_from_environment() {
 } // namespace
 
 const char* device_name() noexcept {
-  static const bool cuda = [] {
-    const char* text = std::getenv("OPENREG_DEVICE");
-    return text && std::string_view(text).substr(0, 4) == "cuda";
-  }();
-  return cuda ? "cuda" : "openreg";
+  return named_cuda() ? "cuda" : "openreg";
+}
+
+std::string device_name(int device) {
+  return device_name() + (":" + std::to_string(device));
+}
+
+const char* vendor_name() noexcept {
+  return named_cuda() ? "CUDA" : "openreg";
 }
 
 int device_count() noexcept {

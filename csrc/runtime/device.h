@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace openreg {
 
@@ -23,6 +24,10 @@ inline constexpr std::size_t kStreams = 1 + 2 * kPool;
 
 // "openreg", or "cuda" if OPENREG_DEVICE asks for that name.
 const char* device_name() noexcept;
+// "openreg:1"
+std::string device_name(int device);
+// The beginning of errors: "openreg", or "CUDA".
+const char* vendor_name() noexcept;
 
 // The number of devices: OPENREG_DEVICE_COUNT, 2 unless set, 0 to kMaxDevices.
 int device_count() noexcept;

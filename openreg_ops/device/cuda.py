@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
-from openreg_ops import _C
+from openreg_ops import _C, environment
 from openreg_ops.device import devices, graphs, memory, streams
 
-__all__ = ["capability", "register"]
-
-
-def capability() -> tuple[int, int] | None:
-    """The compute capability that OPENREG_DEVICE=cuda:sm_90 pretends, such as (9, 0), or None."""
-    _, _, pretended = os.environ.get("OPENREG_DEVICE", "").partition(":sm_")
-    return divmod(int(pretended), 10) if pretended else None
+__all__ = ["register"]
 
 
 # What only NVIDIA's libraries and tools can do, and which of them.
@@ -47,7 +41,9 @@ _REFUSED = {
 
 def _refusal(name: str, library: str) -> Callable[..., NoReturn]:
     def refused(*_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"{name} needs {library}, which the simulated device under the name cuda does not have")
+        raise NotImplementedError(
+            f"{name} needs {library}, which the simulated device under the name cuda does not have"
+        )
 
     return refused
 
@@ -103,10 +99,13 @@ def _maybe_exchange_device(device: int) -> int:
 def register(cuda: types.ModuleType) -> None:
     """Complete ``torch.cuda``, which has the names of ``torch.openreg`` already."""
     for name, function in _bindings().items():
-        setattr(torch._C, name, function)
+        setattr(torch._C, name, functools.partial(function))  # Dynamo has other rules for these than for our functions
+    torch.backends.cudnn.is_acceptable = lambda tensor: False  # PyTorch's warns that it was built without cuDNN
+    if environment.compute_capability():
+        torch.backends.cuda.is_built = lambda: True
+        torch.version.cuda = "13.0"
     cuda._exchange_device, cuda._maybe_exchange_device = _C.exchange_device, _maybe_exchange_device
     cuda._CudaDeviceProperties = devices.DeviceProperties
-    cuda._cudart = cuda.cudart = None
     cuda.cudart = _runtime
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = graphs.Graph
     cuda._sanitizer.enable_cuda_sanitizer = cuda._sanitizer.enable_openreg_sanitizer

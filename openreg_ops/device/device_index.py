@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from openreg_ops.identity import identity
 from openreg_ops import _C
+from openreg_ops.identity import identity
 
 __all__ = ["constant", "current_device", "device_index"]
 

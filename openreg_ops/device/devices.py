@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from openreg_ops.identity import identity
-from openreg_ops import _C, _build, kernel_library
+from openreg_ops import _C, _build, environment, kernel_library
 from openreg_ops.device.device_index import constant, current_device, device_index
+from openreg_ops.identity import identity
 
 __all__ = [
     "can_device_access_peer",
@@ -67,9 +67,13 @@ class DeviceProperties:
     uuid: uuid.UUID  #: the same in every process, until the machine restarts
     gcnArchName: str  #: what this process's kernels were compiled for, as get_arch_list() names it
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
+        if name in ("major", "minor") and identity.name == "cuda":
+            return (environment.compute_capability() or (0, 0))[name == "minor"]
         if name in _NO_FIELDS:
-            raise AttributeError(f"{name}: openreg:{self.index} is a simulated device, which has no {_NO_FIELDS[name]}")
+            raise AttributeError(
+                f"{name}: {identity.name}:{self.index} is a simulated device, which has no {_NO_FIELDS[name]}"
+            )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
@@ -137,9 +141,15 @@ def get_device_name(device: torch.types.Device = None) -> str:
     return f"openreg simulated accelerator {device_index(device)}"
 
 
-def get_device_capability(device: torch.types.Device = None) -> dict[str, Any]:
-    """The dtypes that `device` computes in, as ``torch.accelerator.get_device_capability`` returns them."""
+def get_device_capability(device: torch.types.Device = None) -> dict[str, Any] | tuple[int, int]:
+    """The dtypes that `device` computes in, as ``torch.accelerator.get_device_capability`` returns them.
+
+    Under the name cuda, the compute capability that OPENREG_DEVICE=cuda:sm_90 pretends, (9, 0), or (0, 0).
+    """
     init()
+    if identity.name == "cuda":
+        device_index(device)
+        return environment.compute_capability() or (0, 0)
     return torch.accelerator.get_device_capability(device_index(device))
 
 
@@ -163,6 +173,8 @@ def get_device_properties(device: torch.types.Device = None) -> DeviceProperties
 
 def get_arch_list() -> list[str]:
     """The vector instructions that the operators' kernels were compiled for: "DEFAULT", "AVX2", "AVX512"."""
+    if pretended := environment.compute_capability():
+        return ["sm_{}{}".format(*pretended)]
     return list(_build.CPU_CAPABILITIES)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from openreg_ops.identity import identity
 from openreg_ops import _C
 from openreg_ops.device import devices, memory, streams
 from openreg_ops.device.liveness import InputLiveness
+from openreg_ops.identity import identity
 
 __all__ = [
     "Graph",
@@ -218,6 +218,9 @@ class graph:
             self.capture_stream.__exit__(kind, *rest)
 
 
+_of_cuda = torch.cuda.graphs.make_graphed_callables
+
+
 class _Torch(types.SimpleNamespace):
     """``torch`` with this device instead of CUDA, for the code of torch.cuda.graphs."""
 
@@ -252,14 +255,13 @@ def make_graphed_callables(
     def capture(captured: Graph, enable_annotations: bool = False, **options: Any) -> graph:
         return graph(captured, **{"capture_error_mode": capture_error_mode, **options})
 
-    of_cuda = torch.cuda.graphs.make_graphed_callables
     cuda = types.SimpleNamespace(
         CUDAGraph=Graph, Stream=streams.Stream, graph=capture, stream=streams.stream, synchronize=devices.synchronize
     )
     names = {
-        **of_cuda.__globals__,
+        **_of_cuda.__globals__,
         "torch": _Torch(cuda=cuda, is_autocast_enabled=lambda: torch.is_autocast_enabled(identity.name)),
         "graph_pool_handle": graph_pool_handle,
     }
-    code = types.FunctionType(of_cuda.__code__, names, argdefs=of_cuda.__defaults__, closure=of_cuda.__closure__)
+    code = types.FunctionType(_of_cuda.__code__, names, argdefs=_of_cuda.__defaults__, closure=_of_cuda.__closure__)
     return code(callables, sample_args, num_warmup_iters, allow_unused_input, pool)

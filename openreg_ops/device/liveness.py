@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from openreg_ops.identity import identity
 from openreg_ops.device import memory
+from openreg_ops.identity import identity
 
 __all__ = ["InputLiveness", "is_plain"]
 

@@ -15,6 +15,7 @@ from typing_extensions import deprecated  # torch requires it
 from openreg_ops import _C
 from openreg_ops.device import faults
 from openreg_ops.device.device_index import device_index
+from openreg_ops.identity import identity
 
 __all__ = [
     "MemPool",
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 OutOfMemoryError = torch.OutOfMemoryError
+_summary = torch.cuda.memory.memory_summary
 
 
 def isolation_mode() -> str:
@@ -207,16 +209,19 @@ def memory_summary(device: torch.types.Device = None, abbreviated: bool = False)
 
     `abbreviated` leaves out the rows for small and large allocations.
     """
-    summary = torch.cuda.memory.memory_summary
     # torch.cuda's code, with our statistics instead of CUDA's.
     names = {
-        **summary.__globals__,
+        **_summary.__globals__,
         "memory_stats": memory_stats,
         "_get_device_index": lambda device, **_: device_index(device),
     }
-    text = types.FunctionType(summary.__code__, names)(device_index(device), abbreviated)
-    return text.replace("PyTorch CUDA memory", "openreg memory     ").replace(
-        "cudaMalloc retries", "allocation retries"
+    text = types.FunctionType(_summary.__code__, names)(device_index(device), abbreviated)
+    return (
+        text
+        if identity.name == "cuda"
+        else text.replace("PyTorch CUDA memory", "openreg memory     ").replace(
+            "cudaMalloc retries", "allocation retries"
+        )
     )
 
 

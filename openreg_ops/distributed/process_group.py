@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from openreg_ops.identity import identity
 from openreg_ops import _C
+from openreg_ops.identity import identity
 from openreg_ops.torch_patches.import_hooks import after_import
 
 

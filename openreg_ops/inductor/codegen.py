@@ -25,8 +25,8 @@ from torch._inductor.stream_utils import DEFAULT_STREAM_IDX, get_stream_name
 from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
-from openreg_ops.identity import identity
 from openreg_ops import _build, inductor, meta
+from openreg_ops.identity import identity
 from openreg_ops.inductor import adapt, operators
 
 CPU = torch.device("cpu")
@@ -363,4 +363,6 @@ def register() -> None:
     common.register_device_op_overrides(identity.name, DeviceOverrides())
     if hasattr(cpp_utils, "DEVICE_TO_ATEN"):  # torch 2.13 and 2.14
         cpp_utils.DEVICE_TO_ATEN[identity.name] = DeviceOverrides().aten_device_type()
-    common.register_backend_for_device(identity.name, Scheduling, PythonWrapper, CppWrapper, device_custom_pass=CacheKey())
+    common.register_backend_for_device(
+        identity.name, Scheduling, PythonWrapper, CppWrapper, device_custom_pass=CacheKey()
+    )

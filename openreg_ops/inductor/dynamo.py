@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch._dynamo import device_interface
 
-from openreg_ops.identity import identity
 from openreg_ops import _C
+from openreg_ops.identity import identity
 
 
 class Interface(device_interface.DeviceInterface):
@@ -63,6 +63,8 @@ def register_interface() -> None:
 
 def register_context_manager() -> None:
     """Let `torch.openreg.device` be traced, as `torch.cuda.device` is."""
+    if identity.name == "cuda":
+        return
     from torch._dynamo.variables import ctx_manager
 
     class DeviceVariable(ctx_manager.AcceleratorDeviceIndexVariable):

@@ -12,9 +12,9 @@ import torch
 from torch._inductor import decomposition, lowering
 from torch._library.utils import get_layout_constraint_tag
 
-from openreg_ops.identity import identity
 from openreg_ops import inductor
 from openreg_ops.cuda_operators.products import DTYPE_PRODUCTS
+from openreg_ops.identity import identity
 from openreg_ops.meta import op
 
 DECOMPOSABLE = ("rms_norm", "rotary_embedding", "swiglu")

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from openreg_ops.identity import identity
 from openreg_ops import _C
 from openreg_ops.device.memory import address_of
+from openreg_ops.identity import identity
 from openreg_ops.sanitizer.graph_report import CapturedGraph, GraphError, HostTensor, Hyperparameter, Node, Use
 from openreg_ops.sanitizer.report import READ, WRITE, Access, Memory, Span, Stream, Trace
 from openreg_tools.core.place import line, site

@@ -21,9 +21,9 @@ import torch
 from torch.cuda import _sanitizer as csan
 from torch.cuda._sanitizer import AccessType, SynchronizationError
 
-from openreg_ops.identity import identity
 from openreg_ops import _C
 from openreg_ops.device.memory import address_of
+from openreg_ops.identity import identity
 from openreg_ops.sanitizer.graph_report import GraphError
 from openreg_ops.sanitizer.graphs import Captures
 from openreg_ops.sanitizer.report import (

@@ -3,6 +3,7 @@
 autocast.py          autocast without a device's name
 backward.py          the thread that runs backward
 checkpoint.py        which device's random numbers activation checkpointing restores
+cuda_storage.py      storages, under the name cuda
 data_parallel.py     torch.nn.DataParallel and torch.nn.parallel.comm
 dlpack.py            DLPack
 import_hooks.py      runs a patch when PyTorch imports a module later
@@ -16,6 +17,7 @@ from openreg_ops.torch_patches import (
     autocast,
     backward,
     checkpoint,
+    cuda_storage,
     data_parallel,
     dlpack,
     jagged_attention,
@@ -26,7 +28,9 @@ from openreg_ops.torch_patches import (
 
 def register() -> None:
     """Install all patches."""
-    if identity.name != "cuda":  # which these lists have
+    if identity.name == "cuda":
+        cuda_storage.register()
+    else:  # PyTorch's lists have cuda
         autocast.register()
         checkpoint.register()
         dlpack.register()

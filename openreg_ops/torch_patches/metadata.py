@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter
 
-from openreg_ops.identity import identity
 from openreg_ops import _C
+from openreg_ops.identity import identity
 from openreg_ops.torch_patches.import_hooks import after_import
 
 __all__ = ["register"]

@@ -64,8 +64,11 @@ int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
   // The flash kernel has no gradient for the mask.
   if (masked && unbatched(*mask).requires_grad()) return math;
   const auto m = masked ? std::optional(shape_of(*mask)) : std::nullopt;
-  return at::native::_fused_sdp_choice_stub(
+  const auto choice = at::native::_fused_sdp_choice_stub(
       at::kCPU, shape_of(query), shape_of(key), shape_of(value), m, dropout_p, is_causal, scale, enable_gqa);
+  // By this choice PyTorch calls the CPU's flash kernel, for CUDA one that takes only half types.
+  const bool flash = choice == static_cast<int64_t>(sdp::SDPBackend::flash_attention);
+  return flash && is_cuda() ? static_cast<int64_t>(sdp::SDPBackend::overrideable) : choice;
 }
 
 // The operators that PyTorch provides for backends with their own fused attention.

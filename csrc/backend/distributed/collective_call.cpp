@@ -92,11 +92,11 @@ at::Tensor CollectiveCall::host_of(const at::Tensor& tensor, bool written) {
 }
 
 void CollectiveCall::check(const at::Tensor& tensor) {
-  TORCH_CHECK(on_device(tensor.device()), "occl: ", name.operation, ": expected tensors on openreg, but got ",
-      "one on ", tensor.device(), "; move it with .to(\"openreg\")");
+  TORCH_CHECK(on_device(tensor.device()), "occl: ", name.operation, ": expected tensors on ", identity.name,
+      ", but got one on ", tensor.device(), "; move it with .to(\"", identity.name, "\")");
   if (device == -1) device = tensor.device().index();
   TORCH_CHECK(tensor.device().index() == device, "occl: ", name.operation, ": expected tensors on one device, but ",
-      "got openreg:", static_cast<int>(device), " and ", tensor.device(), "; move one with .to()");
+      "got ", device_at(device), " and ", tensor.device(), "; move one with .to()");
   expect_memory(name.operation, tensor);
   if (tensor.layout() == at::kSparse && sparse) return;
   if (tensor.layout() != at::kStrided)

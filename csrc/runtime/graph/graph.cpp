@@ -81,11 +81,13 @@ std::shared_ptr<Capture> capture_of(Stream stream) {
 std::atomic<AroundReplay> around_replay{nullptr};
 std::atomic<WhereIsCaller> ask_where{nullptr};
 
-constexpr const char* kNotPermitted = "openreg error: operation not permitted when stream is capturing: ";
+std::string not_permitted(const std::string& what) {
+  return error_prefix() + "operation not permitted when stream is capturing: " + what;
+}
 
 [[noreturn]] void refuse(Capture& capture, const std::string& what, const std::string& why) {
   const std::string line = where_is_caller();
-  const std::string message = kNotPermitted + what + (line.empty() ? "" : " at " + line) + ": " + why;
+  const std::string message = not_permitted(what) + (line.empty() ? "" : " at " + line) + ": " + why;
   {
     std::lock_guard lock(capture.mutex);
     if (capture.error.empty()) capture.error = message;
@@ -96,7 +98,7 @@ constexpr const char* kNotPermitted = "openreg error: operation not permitted wh
 void check_valid(Capture& capture, const char* what) {
   std::lock_guard lock(capture.mutex);
   if (capture.error.empty()) return;
-  throw_device_error(std::string("openreg error: operation failed due to a previous error during capture: ") + what +
+  throw_device_error(error_prefix() + "operation failed due to a previous error during capture: " + what +
       " was launched on a stream whose capture is invalid. The error was: " + capture.error);
 }
 
@@ -144,7 +146,7 @@ void begin_capture(Stream stream, PoolId pool, CaptureMode mode, std::vector<con
   check_usable(stream.device);
   if (stream.id == 0)
     throw_device_error(
-        "openreg error: a graph must be captured on a stream other than the default one. Make one current with `with "
+        error_prefix() + "a graph must be captured on a stream other than the default one. Make one current with `with "
         "torch.openreg.stream(torch.openreg.Stream()):`. A replay may run on any stream.");
   auto capture = std::make_shared<Capture>();
   capture->origin = stream;
@@ -155,10 +157,10 @@ void begin_capture(Stream stream, PoolId pool, CaptureMode mode, std::vector<con
   capture->graph = std::make_shared<Graph>(stream.device, pool); // before the lock: it takes the lock of the memory
   std::lock_guard lock(captures_mutex);
   if (captured_at(stream))
-    throw_device_error("openreg error: the current stream is already being captured; end that capture first");
+    throw_device_error(error_prefix() + "the current stream is already being captured; end that capture first");
   for (const auto& each : all_captures().all)
     if (each->graph->pool == pool && each->graph->device == stream.device)
-      throw_device_error("openreg error: a capture that has not ended uses this memory pool; use another pool");
+      throw_device_error(error_prefix() + "a capture that has not ended uses this memory pool; use another pool");
   captured_at(stream) = capture;
   all_captures().all.push_back(std::move(capture));
   detail::attention.fetch_or(detail::kCaptureBit);
@@ -172,8 +174,8 @@ std::shared_ptr<Graph> end_capture(Stream stream) {
     if (!capture || capture->origin != stream) {
       const bool other = capture != nullptr;
       throw_device_error(other
-              ? "openreg error: a capture must end on the stream that it began on; make that one current"
-              : "openreg error: the current stream is not captured; capture_end() must be called on the stream on "
+              ? error_prefix() + "a capture must end on the stream that it began on; make that one current"
+              : error_prefix() + "the current stream is not captured; capture_end() must be called on the stream on "
                 "which "
                 "capture_begin() was");
     }
@@ -184,9 +186,9 @@ std::shared_ptr<Graph> end_capture(Stream stream) {
   std::lock_guard lock(capture->mutex);
   auto graph = std::move(capture->graph);
   if (!capture->error.empty())
-    throw_device_error("openreg error: operation failed due to a previous error during capture. " + capture->error);
+    throw_device_error(error_prefix() + "operation failed due to a previous error during capture. " + capture->error);
   if (capture->mode != CaptureMode::kRelaxed && !pthread_equal(capture->thread, pthread_self()))
-    throw_device_error("openreg error: a capture must end on the thread that it began on, unless its mode is relaxed");
+    throw_device_error(error_prefix() + "a capture must end on the thread that it began on, unless its mode is relaxed");
   // The nodes that the end of the origin comes after, directly or indirectly.
   std::vector<bool> joined(graph->nodes.size());
   for (const auto last : capture->streams.front().second) joined[last] = true;
@@ -196,9 +198,9 @@ std::shared_ptr<Graph> end_capture(Stream stream) {
   for (std::size_t i = 0; i < joined.size(); ++i) {
     if (joined[i]) continue;
     const GraphNode& node = graph->nodes[i];
-    throw_device_error("openreg error: capturing stream has unjoined work: " + node_name(node.site) +
+    throw_device_error(error_prefix() + "capturing stream has unjoined work: " + node_name(node.site) +
         (node.where.empty() ? "" : " at " + node.where) + " was captured on stream " + std::to_string(node.stream.id) +
-        " of openreg:" + std::to_string(node.stream.device) +
+        " of " + device_name(node.stream.device) +
         ", and the capture's stream has not waited for it. Call capture_stream.wait_stream(other) before the end.");
   }
   return graph;
@@ -325,7 +327,7 @@ void detail::refuse_capture(Stream stream, const std::string& what, const std::s
     check_valid(*capture, what.c_str());
     refuse(*capture, what, why);
   }
-  throw_device_error(kNotPermitted + what + ": " + why);
+  throw_device_error(not_permitted(what) + ": " + why);
 }
 
 namespace {
@@ -372,8 +374,8 @@ void join_capture(const CapturedPoint& point, Stream stream) {
   const char* why = "the event was recorded in another capture. Record it again on a stream of this one.";
   if (own) refuse(*own, "a wait for an event", why);
   throw_device_error(
-      std::string("openreg error: cannot wait for an event of a capture that has ended: none of its work has "
-                  "run. Record the event after the replay."));
+      error_prefix() +
+      "cannot wait for an event of a capture that has ended: none of its work has run. Record the event after the replay.");
 }
 
 const bool watches_captures = [] {
@@ -467,7 +469,7 @@ struct Walk {
     } catch (const std::exception& error) {
       if (is_device_error(error)) throw;
       const std::string what = error.what();
-      throw std::runtime_error("openreg error: " + what.substr(0, what.find("\nException raised from")) + "\nIn " +
+      throw std::runtime_error(error_prefix() + what.substr(0, what.find("\nException raised from")) + "\nIn " +
           node_name(at->site) + ", a node of a graph" + (at->where.empty() ? "" : ", captured at " + at->where));
     }
   }
@@ -542,12 +544,12 @@ std::string to_dot(const Graph& graph) {
     for (std::size_t i = 0; (i = text.find_first_of("\"\\", i)) != std::string::npos; i += 2) text.insert(i, "\\");
     return text;
   };
-  out << "digraph \"openreg:" << graph.device << "\" {\n  node [shape=box];\n";
+  out << "digraph \"" << device_name(graph.device) << "\" {\n  node [shape=box];\n";
   for (std::size_t i = 0; i < graph.nodes.size(); ++i) {
     const GraphNode& node = graph.nodes[i];
     out << "  n" << i << " [label=\"" << i << ": " << quoted(node_name(node.site));
     if (!node.where.empty()) out << "\\n" << quoted(node.where);
-    out << "\\nstream " << node.stream.id << " of openreg:" << node.stream.device << "\"];\n";
+    out << "\\nstream " << node.stream.id << " of " << device_name(node.stream.device) << "\"];\n";
   }
   for (std::size_t i = 0; i < graph.nodes.size(); ++i)
     for (const auto before : graph.nodes[i].after) out << "  n" << before << " -> n" << i << ";\n";

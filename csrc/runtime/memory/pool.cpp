@@ -271,7 +271,7 @@ void MemoryPool::fail(std::size_t bytes, const char* advice) {
     advice = limited ? "Free some tensors, or raise the limit that torch.openreg.set_per_process_memory_fraction() or "
                        "an injected fault has set."
                      : "Free some tensors, or raise OPENREG_DEVICE_MEMORY.";
-  throw OutOfMemory("openreg out of memory. Tried to allocate " + format_bytes(bytes) + ". Device " +
+  throw OutOfMemory(vendor_name() + std::string(" out of memory. Tried to allocate ") + format_bytes(bytes) + ". Device " +
       std::to_string(device_) + " has a total capacity of " + format_bytes(device_memory()) + " of which " +
       (limited ? format_bytes(limit_) + " is allowed and " : "") +
       format_bytes(limit_ - std::min(limit_, allocated())) + " is free; " + format_bytes(allocated()) +

@@ -31,6 +31,10 @@ bool is_device_error(const std::exception& error) noexcept {
   return (is_torchs && is_torchs(error)) || dynamic_cast<const AsyncError*>(&error);
 }
 
+std::string error_prefix() {
+  return vendor_name() + std::string(" error: ");
+}
+
 void throw_device_error(const std::string& message) {
   if (const auto thrower = device_error.load()) thrower(message);
   throw AsyncError(message);
@@ -57,7 +61,7 @@ void detail::keep_error(int device, const openreg_site& site, const char* what) 
   // Without the C++ frames that torch's errors carry.
   const std::string_view text = what;
   first = std::string(text.substr(0, text.find("\nException raised from"))) +
-      "\nThis was raised by work that had been queued on openreg:" + std::to_string(device) + ", launched at " +
+      "\nThis was raised by work that had been queued on " + device_name(device) + ", launched at " +
       site.file + ":" + std::to_string(site.line) +
       ". Set OPENREG_LAUNCH_MODE=sync to have it raised at the line that caused it.";
   attention.fetch_or(kErrorBit);

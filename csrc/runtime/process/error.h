@@ -27,6 +27,8 @@ using ThrowError = void (*)(const std::string& message);
 using IsError = bool (*)(const std::exception& error);
 void set_device_error(ThrowError thrower, IsError is_it) noexcept;
 bool is_device_error(const std::exception& error) noexcept;
+// "openreg error: ", or "CUDA error: ".
+std::string error_prefix();
 [[noreturn]] void throw_device_error(const std::string& message);
 
 // Throws the device's unreported error, if there is one; `keep` leaves it for the next call that

@@ -94,7 +94,7 @@ bool detail::allocation_fails(int device) {
 
 void detail::check_not_lost(int device) {
   if (lost(device))
-    throw_device_error("openreg error: openreg:" + std::to_string(device) +
+    throw_device_error(error_prefix() + device_name(device) +
         " is lost, and work that is launched on it fails. Call torch.openreg.reset_device(" + std::to_string(device) +
         ") to continue.");
 }

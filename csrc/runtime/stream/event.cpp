@@ -47,7 +47,7 @@ void Event::check_host(const char* what) const {
   if (point && point->captured) {
     if (detail::captures(point->stream))
       detail::capture_watcher.refuse(point->stream, what, "the event is part of the capture, and has not happened.");
-    throw_device_error(std::string("openreg error: ") + what +
+    throw_device_error(error_prefix() + what +
         ": the event was recorded in a capture, and a replay does not record it. Record it after the replay.");
   }
   detail::check_host_call(what);

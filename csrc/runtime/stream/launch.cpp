@@ -106,7 +106,7 @@ bool detail::kernel_fails(Stream stream, const openreg_site& site, bool here) {
   if (loses_device(stream.device)) check_not_lost(stream.device);
   if (!strikes(Fault::kKernel, stream.device)) return false;
   const std::string message =
-      "openreg error: an injected fault made a kernel fail on openreg:" + std::to_string(stream.device) +
+      error_prefix() + "an injected fault made a kernel fail on " + device_name(stream.device) +
       (site.name ? std::string(" in ") + site.name : "");
   if (launch_mode() == LaunchMode::kSync) throw_device_error(message);
   keep_error(stream.device, site, message.c_str());

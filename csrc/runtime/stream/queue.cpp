@@ -140,7 +140,7 @@ class Queue {
       if (!item.signal) lock.unlock();
       try {
         if (item.kernels && detail::dropping()) {
-          throw std::runtime_error("openreg error: queued work was dropped, because the process was interrupted");
+          throw std::runtime_error(error_prefix() + "queued work was dropped, because the process was interrupted");
         } else if (item.kernels) {
           const detail::Turn turn(detail::turn_of(stream_.device, stream_.id));
           const detail::Access access;
