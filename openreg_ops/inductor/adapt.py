@@ -13,7 +13,8 @@ from unittest.mock import patch
 
 import torch
 from torch._functorch._aot_autograd import aot_autograd_result
-from torch._inductor import codecache, config, cudagraph_utils, ir, lowering, output_code, scheduler
+from torch._inductor import codecache, config, cudagraph_utils, ir, lowering, output_code, scheduler, utils
+from torch._inductor.codegen import common
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.kernel.flex import flex_cpu
@@ -133,6 +134,25 @@ def device_of_the_result(original: Any) -> Any:
     this also covers index_put where it accumulates integers: as in 2.13, ATen's kernel does that.
     """
     return lambda device: device == identity.name or original(device)
+
+
+@replaces(utils, "GPU_TYPES")
+def cuda_is_not_a_gpu(original: Any) -> Any:
+    """Under the name cuda, the device's code is C++; Inductor writes Triton for CUDA and tunes it to the GPU."""
+    return [name for name in original if name != identity.name]
+
+
+@replaces(scheduler.Scheduler, "create_backend")
+def cuda_without_triton(original: Any) -> Any:
+    """Under the name cuda, the device's kernels need neither Triton nor a compute capability."""
+
+    def create_backend(self: scheduler.Scheduler, device: torch.device) -> Any:
+        if device.type != identity.name:
+            return original(self, device)
+        V.graph.add_device_info(device)
+        return common.get_scheduling_for_device(device.type)(self)
+
+    return create_backend
 
 
 @replaces(GraphLowering, "run_node")

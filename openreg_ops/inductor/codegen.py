@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._inductor import ir
+from torch._inductor import config, ir
 from torch._inductor.codegen import common, cpp, cpp_utils, cpp_wrapper_cpu, wrapper
 from torch._inductor.custom_graph_pass import CustomGraphModulePass
 from torch._inductor.stream_utils import DEFAULT_STREAM_IDX, get_stream_name
@@ -195,8 +195,9 @@ class _Wrapper:
         line = super().make_allocation(name, device, dtype, shape, stride, allocation_shape, *rest)
         if device.type != identity.name:
             return line
-        return line.replace("= empty_strided(", "= empty_strided_openreg(", 1).replace(
-            f"device='openreg', dtype={dtype}", f"{dtype}, {device.index}", 1
+        function, options = ("_cuda", dtype) if identity.name == "cuda" else ("", f"device='openreg', dtype={dtype}")
+        return line.replace(f"= empty_strided{function}(", "= empty_strided_openreg(", 1).replace(
+            f", {options})", f", {dtype}, {device.index})", 1
         )
 
     def generate_fallback_kernel(self, node: Any) -> None:
@@ -359,6 +360,8 @@ def _sources() -> list[Path]:
 
 def register() -> None:
     """Register the device with Inductor."""
+    if identity.name == "cuda":  # whose defaults are Triton's
+        config.cuda_backend, config.online_softmax = "cpp", False
     adapt.apply()
     common.register_device_op_overrides(identity.name, DeviceOverrides())
     if hasattr(cpp_utils, "DEVICE_TO_ATEN"):  # torch 2.13 and 2.14

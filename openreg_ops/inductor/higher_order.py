@@ -18,6 +18,8 @@ AUTOCAST = torch._C._dispatch_key_parse(identity.autocast)
 
 def register_autocast() -> None:
     """Let the device's autocast pass through, as on PyTorch's own devices: it acts on the operators inside."""
+    if identity.name == "cuda":
+        return
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(AUTOCAST)
     for operator in torch._ops._higher_order_ops.values():
         operator.fallthrough(AUTOCAST)
@@ -73,6 +75,8 @@ def register_flex_attention() -> None:
             check(query, key, value)
 
     flex._validate_device = validate_device
+    if identity.name == "cuda":  # whose autocast PyTorch registers
+        return
     implementation = sys.modules["torch._higher_order_ops.flex_attention"]
 
     @implementation.flex_attention.py_impl(AUTOCAST)
