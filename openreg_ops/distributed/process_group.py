@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from openreg_ops import _C
+from openreg_ops.distributed import nccl
 from openreg_ops.identity import identity
 from openreg_ops.torch_patches.import_hooks import after_import
 
@@ -29,17 +30,24 @@ def _create(group: Any, options: Any) -> _C.DistributedBackend:
             f"occl: expected pg_options of type ProcessGroupGloo._Options, but got {type(options).__name__}; "
             "leave them out for the defaults"
         )
-    arguments = group.store, group.group_rank, group.group_size
-    engine = ProcessGroupGloo(*arguments, options or _default_options(ProcessGroupGloo, group.timeout))
-    engine.options.global_ranks_in_group = group.global_ranks_in_group
-    engine.options.group_name = group.group_id
-    if torch.__version__ < (2, 15):  # from 2.15 on, the engine does this itself
-        engine._set_sequence_number_for_group()
+    options = options or _default_options(ProcessGroupGloo, group.timeout)
+    options.global_ranks_in_group, options.group_name = group.global_ranks_in_group, group.group_id
+    backend = _backend(group.store, group.group_rank, group.group_size, options)
 
     # Before 2.15 torch gives a group a default backend only if it is built in or named alone, and
     # DistributedDataParallel asks for it. The group is a local variable of the caller.
     if torch.__version__ < (2, 15) and (caller := sys._getframe(1).f_locals.get("pg")) is not None:
         caller._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+    return backend
+
+
+def _backend(store: Any, rank: int, size: int, options: Any) -> _C.DistributedBackend:
+    """The backend whose collectives Gloo runs, with Gloo's `options`."""
+    from torch.distributed import ProcessGroupGloo
+
+    engine = ProcessGroupGloo(store, rank, size, options)
+    if torch.__version__ < (2, 15):  # from 2.15 on, the engine does this itself
+        engine._set_sequence_number_for_group()
     return _C.DistributedBackend(engine)
 
 
@@ -112,4 +120,7 @@ def register() -> None:
         _register_comm_hooks()
         after_import("torch.distributed.tensor._random", _register_random)
         after_import("torch.distributed.tensor", _register_rules)
-        torch.distributed.Backend.register_backend("occl", _create, extended_api=True, devices=[identity.name])
+        if identity.name == "cuda":
+            nccl.register(_default_options, _backend)
+        else:
+            torch.distributed.Backend.register_backend("occl", _create, extended_api=True, devices=[identity.name])

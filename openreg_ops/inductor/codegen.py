@@ -360,8 +360,8 @@ def _sources() -> list[Path]:
 
 def register() -> None:
     """Register the device with Inductor."""
-    if identity.name == "cuda":  # whose defaults are Triton's
-        config.cuda_backend, config.online_softmax = "cpp", False
+    if identity.name == "cuda":  # whose default is Triton
+        config.cuda_backend = "cpp"
     adapt.apply()
     common.register_device_op_overrides(identity.name, DeviceOverrides())
     if hasattr(cpp_utils, "DEVICE_TO_ATEN"):  # torch 2.13 and 2.14
