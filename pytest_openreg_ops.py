@@ -5,6 +5,7 @@ It stands outside the package, so that a pytest run which does not use it import
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -23,6 +24,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after openreg_tools has tried the device
 def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("OPENREG_DEVICE", "").startswith("cuda"):
+        from openreg_ops.testing.cuda_report import CudaReport
+
+        config.pluginmanager.register(CudaReport(), "openreg_ops.testing.cuda_report")
     if config.option.device_schedules is None:
         return
     if not (config.option.on_device or "").startswith("openreg"):

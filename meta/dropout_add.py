@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from openreg_ops.identity import identity
 from openreg_ops.meta import op
 
 

@@ -186,7 +186,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       decision.runs, name, " ", decision.why, ". It was called with (", describe(*stack, count), ").", decision.advice);
   if (decision.warns)
-    state().warning(c10::str(name, " has no openreg kernel and runs on the CPU, with copies both ways. ",
+    state().warning(c10::str(name, " has no ", identity.name, " kernel and runs on the CPU, with copies both ways. ",
         "Silence this with openreg_ops.fallback.allow(\"", name, "\")."));
 
   const auto start = std::chrono::steady_clock::now();
@@ -202,8 +202,9 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   }
   if (capturing(copies.where().index()))
     detail::refuse_capture(current_stream(copies.where().index()), name,
-        c10::str("it has no kernel for openreg and would run on the CPU, with copies. Register a kernel for ",
-            identity.dense, ", or move it out of the capture."));
+        c10::str("it has no kernel for ", identity.name,
+            " and would run on the CPU, with copies. Register a kernel for ", identity.dense,
+            ", or move it out of the capture."));
   copies.to_host();
   for (size_t i = 0; i < count; ++i) {
     c10::IValue& value = (*stack)[base + i];
@@ -239,7 +240,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
 
 // Layouts have their own kernel or none at all: nothing is copied implicitly.
 void refuse_layout(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, toString(op.operator_name()), ": openreg has no kernel for ",
+  TORCH_CHECK_NOT_IMPLEMENTED(false, toString(op.operator_name()), ": ", identity.name, " has no kernel for ",
       keys.highestPriorityTypeId(), ", as the CPU has none for that layout; it was called with (",
       describe(*stack, op.schema().arguments().size()),
       "). Convert with .to_dense(), .dequantize() or .to_padded_tensor().");
@@ -289,17 +290,18 @@ FallbackDecision fallback_decision(const c10::OperatorHandle& op) {
   std::lock_guard lock(s.mutex);
   const std::string name = toString(op.operator_name());
   if (!op.hasComputedKernelForDispatchKey(DispatchKey::CPU)) {
+    const std::string none = c10::str("has no kernel for ", identity.name);
     const auto missing = s.missing.find(name);
-    if (missing != s.missing.end()) return refused("has no kernel for openreg. " + missing->second);
-    return refused("has no kernel for openreg and none for the CPU to fall back to",
+    if (missing != s.missing.end()) return refused(none + ". " + missing->second);
+    return refused(none + " and none for the CPU to fall back to",
         c10::str(" Register a kernel for ", identity.dense, " or for the CPU."));
   }
   if (matches(s.deny, op.operator_name()))
     return refused("is on the deny list of openreg_ops.fallback", " Take it off the list to permit it.");
   const bool allowed = matches(s.allow, op.operator_name());
   if (s.policy == Policy::kError && !allowed)
-    return refused(
-        "would run on the CPU, having no openreg kernel or being forced off it, and the fallback policy is \"error\"",
+    return refused(c10::str("would run on the CPU, having no ", identity.name,
+                       " kernel or being forced off it, and the fallback policy is \"error\""),
         c10::str(" Permit it with openreg_ops.fallback.allow(\"", name,
             "\") or set_policy(\"allow\"), or register a kernel for ", identity.dense, "."));
   for (const auto& result : op.schema().returns())

@@ -12,7 +12,8 @@ namespace openreg {
 c10::DeviceIndex checked_index(int64_t index) {
   if (index == -1) index = current_device();
   const int count = device_count();
-  TORCH_CHECK(index >= 0 && index < count, "openreg: invalid device ordinal ", index, "; there ",
+  TORCH_CHECK(index >= 0 && index < count, is_cuda() ? "CUDA error" : "openreg", ": invalid device ordinal ", index,
+      "; there ",
       count == 0       ? std::string("are no devices")
           : count == 1 ? "is 1 device, " + device_name(0)
                        : c10::str("are ", count, " devices, ", device_name(0), " to ", device_name(count - 1)),

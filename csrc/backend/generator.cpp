@@ -198,8 +198,8 @@ struct DeviceGenerator final : c10::GeneratorImpl {
   }
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override {
     auto* other = dynamic_cast<DeviceGenerator*>(state.get());
-    TORCH_CHECK(
-        other, "openreg: graphsafe_set_state() expected a Generator of ", identity.name, ", but got one of ", state->device());
+    TORCH_CHECK(other, "openreg: graphsafe_set_state() expected a Generator of ", identity.name, ", but got one of ",
+        state->device());
     inner_ = other->own_inner();
     of_child_ = other->of_child_;
     draws_ = other->draws_;
@@ -291,7 +291,7 @@ at::Generator new_generator(c10::DeviceIndex device) {
 }
 
 const at::Generator& inner_generator(const at::Generator& generator) {
-  TORCH_CHECK(on_device(generator.device()), "Expected a 'openreg' device type for generator but found '",
+  TORCH_CHECK(on_device(generator.device()), "Expected a '", identity.name, "' device type for generator but found '",
       generator.device().type(), "'");
   const auto& ours = *static_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl());
   return capturing(generator.device().index()) ? ours.captured() : ours.inner();

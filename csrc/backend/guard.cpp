@@ -159,8 +159,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(start && end, "openreg: both events must be recorded before elapsed_time(); call record() on each");
     const auto *a = static_cast<Event*>(start), *b = static_cast<Event*>(end);
     TORCH_CHECK(a->timed() && b->timed(), "openreg: elapsed_time() needs events created with enable_timing=True");
-    TORCH_CHECK(a->device() == b->device(), "openreg: elapsed_time() of events on ", device_at(a->device()),
-        " and ", device_at(b->device()), "; both must be on one device");
+    TORCH_CHECK(a->device() == b->device(), "openreg: elapsed_time() of events on ", device_at(a->device()), " and ",
+        device_at(b->device()), "; both must be on one device");
     const double milliseconds = std::chrono::duration<double, std::milli>(b->time() - a->time()).count();
     throw_kept_error(a->device(), /*keep=*/true);
     return milliseconds;

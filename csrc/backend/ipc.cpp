@@ -57,9 +57,8 @@ void share_by_copy(c10::StorageImpl* impl, c10::DeviceIndex device) {
 } // namespace
 
 int share_storage(const c10::Storage& storage) {
-  TORCH_CHECK(on_device(storage.device()) && storage.nbytes(),
-      "share_storage: expected a storage on ", identity.name, " that is not empty, but got ", storage.nbytes(), " bytes on ",
-      storage.device());
+  TORCH_CHECK(on_device(storage.device()) && storage.nbytes(), "share_storage: expected a storage on ", identity.name,
+      " that is not empty, but got ", storage.nbytes(), " bytes on ", storage.device());
   check_not_forked();
   const c10::DeviceIndex device = storage.device().index();
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();

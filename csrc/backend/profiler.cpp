@@ -108,7 +108,7 @@ class Session final : public libkineto::IActivityProfilerSession {
   }
 
   static libkineto::DeviceInfo info(int device) {
-    return {device, kBelowHost + device, "openreg:" + std::to_string(device), "openreg"};
+    return {device, kBelowHost + device, device_name(device), device_name()};
   }
 
   // Returns an id for an activity that nothing is correlated with.
@@ -247,7 +247,13 @@ class Profiler final : public libkineto::IActivityProfiler {
       ActivityType::GPU_USER_ANNOTATION, ActivityType::PRIVATEUSE1_RUNTIME};
 };
 
-REGISTER_PRIVATEUSE1_PROFILER(Profiler);
+// PyTorch gives Kineto the plugin of PrivateUse1 only if a program has named that device.
+[[maybe_unused]] const bool plugin_registered = [] {
+  const auto make = [] { return std::make_unique<Profiler>(); };
+  if (is_cuda()) libkineto::api().registerProfilerFactory(make);
+  else torch::profiler::impl::PrivateUse1ProfilerRegistry::instance().registerFactory(make);
+  return true;
+}();
 
 // ---- the profiler without Kineto: torch.autograd.profiler.profile(use_device="openreg") ----
 

@@ -77,8 +77,8 @@ void add_properties() {
   static PyGetSetDef priority = {"priority", &priority_of_stream, nullptr,
       "The priority of a stream of the device: 0, or -1 for a more urgent one.", nullptr};
   static PyGetSetDef stream = {"cuda_stream", &handle_of_stream, nullptr, "The stream's native_handle.", nullptr};
-  static PyGetSetDef event = {"cuda_event", &address_of_event, nullptr,
-      "The address of the event, 0 before it is first recorded.", nullptr};
+  static PyGetSetDef event = {
+      "cuda_event", &address_of_event, nullptr, "The address of the event, 0 before it is first recorded.", nullptr};
   add_property(THPStreamClass, priority);
   if (!is_cuda()) return;
   add_property(THPStreamClass, stream);

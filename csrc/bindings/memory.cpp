@@ -189,9 +189,8 @@ void bind_memory(py::module_& m) {
   m.def("poison", &poison);
   m.def("isolation_mode", [] { return name_of(isolation(), kIsolations); });
   set_host_thread([] { return PyGILState_GetThisThreadState() != nullptr; });
-  m.def("resize_storage", [](const c10::Storage& storage, size_t bytes) {
-    resize_storage(storage.unsafeGetStorageImpl(), bytes);
-  });
+  m.def("resize_storage",
+      [](const c10::Storage& storage, size_t bytes) { resize_storage(storage.unsafeGetStorageImpl(), bytes); });
   m.def("share_storage", &share_storage, py::call_guard<py::gil_scoped_release>());
   m.def("open_storage", &open_storage, py::call_guard<py::gil_scoped_release>());
   bind_pools(m);

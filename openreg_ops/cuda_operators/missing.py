@@ -18,8 +18,6 @@ REASONS: dict[str, tuple[str, ...]] = {
         "_cudnn_rnn_flatten_weight",
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_cudnn_attention_backward",
-        "_use_cudnn_ctc_loss",
-        "_use_cudnn_ctc_loss.Tensor",
         "cudnn_affine_grid_generator",
         "cudnn_affine_grid_generator_backward",
         "cudnn_batch_norm",
@@ -34,8 +32,6 @@ REASONS: dict[str, tuple[str, ...]] = {
         "cudnn_grid_sampler_backward",
     ),
     "PyTorch calls MIOpen here, which only ROCm has; call the operator's function in torch.nn.functional": (
-        "_use_miopen_ctc_loss",
-        "_use_miopen_ctc_loss.Tensor",
         "miopen_batch_norm",
         "miopen_batch_norm_backward",
         "miopen_convolution",

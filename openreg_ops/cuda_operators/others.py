@@ -1,6 +1,9 @@
-"""Dropout with a mask of bytes, depthwise convolutions, the backward of RMS normalization, and sums with a number."""
+"""Dropout with a mask of bytes, depthwise convolutions, the backward of RMS normalization, sums with a number, and
+questions about libraries."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +69,12 @@ def fused_rms_norm_backward(
     from torch._decomp.decompositions import _fused_rms_norm_backward  # imported late: it loads much
 
     return _fused_rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask)
+
+
+@kernel(*(f"_use_{library}_ctc_loss{overload}" for library in ("cudnn", "miopen") for overload in ("", ".Tensor")))
+def use_library_for_ctc_loss(*_: Any) -> bool:
+    """`ctc_loss` asks this on CUDA and ROCm; the device has no library for it."""
+    return False
 
 
 def _expect_number(tensors: list[Tensor], other: Tensor, alpha: float, expected: str = "expected") -> None:

@@ -10,10 +10,14 @@ from typing import Any, NoReturn
 import torch
 
 from openreg_ops import _C, environment
-from openreg_ops.device import devices, graphs, memory, streams
+from openreg_ops.device import cuda_types, devices, graphs, memory, streams
+from openreg_ops.device.refusals import refuse
 
 __all__ = ["register"]
 
+
+# That of the NCCL whose collectives the device's have; programs ask it what they may call.
+_NCCL_VERSION = (2, 27, 0)
 
 # What only NVIDIA's libraries and tools can do, and which of them.
 _REFUSED = {
@@ -27,42 +31,37 @@ _REFUSED = {
     "torch.cuda.current_blas_handle": "cuBLAS",
     "torch.cuda.current_solver_handle": "cuSOLVER",
     "torch.cuda.GreenContext": "the CUDA driver",
-    "torch.cuda.jiterator._create_jit_fn": "NVRTC",
-    "torch.cuda.jiterator._create_multi_output_jit_fn": "NVRTC",
+    "torch.cuda.tunable.enable": "cuBLAS or rocBLAS",
+    "torch.cuda.tunable.tuning_enable": "cuBLAS or rocBLAS",
     "torch.cuda.gds.GdsFile": "cuFile",
     "torch.cuda.gds.gds_register_buffer": "cuFile",
     "torch.cuda.gds.gds_deregister_buffer": "cuFile",
     **{
         f"torch.cuda.nccl.{name}": "NCCL; use torch.distributed"
-        for name in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "version", "unique_id")
+        for name in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "unique_id")
     },
 }
 
 
-def _refusal(name: str, library: str) -> Callable[..., NoReturn]:
-    def refused(*_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{name} needs {library}, which the simulated device under the name cuda does not have"
-        )
-
-    return refused
+def _refusal(name: str, needs: str) -> Callable[..., NoReturn]:
+    return lambda *_, **__: refuse(name, needs)
 
 
 class _Runtime(types.SimpleNamespace):
     """The functions of ``torch.cuda.cudart()`` that have a meaning here. Each returns an error code, 0 for success."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"cudart().{name} needs the CUDA runtime, which the simulated device does not have")
+        refuse(f"cudart().{name}", "the CUDA runtime")
 
 
-def _runtime() -> _Runtime:
-    return _Runtime(
-        cudaProfilerStart=lambda: 0,
-        cudaProfilerStop=lambda: 0,
-        cudaDeviceSynchronize=lambda: devices.synchronize() or 0,
-        cudaMemGetInfo=lambda device: memory.mem_get_info(device),
-        cudaGetErrorString=lambda code: "no error" if not int(code) else "unknown error",
-    )
+_runtime = _Runtime(
+    cudaError=types.SimpleNamespace(success=0),
+    cudaProfilerStart=lambda: 0,
+    cudaProfilerStop=lambda: 0,
+    cudaDeviceSynchronize=lambda: devices.synchronize() or 0,
+    cudaMemGetInfo=memory.mem_get_info,
+    cudaGetErrorString=lambda code: "no error" if not int(code) else "unknown error",
+)
 
 
 def _bindings() -> dict[str, Any]:
@@ -87,6 +86,11 @@ def _bindings() -> dict[str, Any]:
         "_cuda_memoryStats": memory.memory_stats_as_nested_dict,
         "_cuda_getAllocatorBackend": memory.get_allocator_backend,
         "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+        "_cuda_cudaCachingAllocator_enable": lambda enabled: None,  # the device's allocator always keeps free memory
+        "_cuda_jiterator_compile_and_launch_kernel": _refusal("a kernel of torch.cuda.jiterator", "NVRTC"),
+        "_cuda_tunableop_is_enabled": lambda: False,
+        "_cuda_tunableop_tuning_is_enabled": lambda: False,
+        "_cuda_record_untuned_is_enabled": lambda: False,
         "_cuda_clearCublasWorkspaces": lambda: None,
         "_cuda_resetPeakMemoryStats": memory.reset_peak_memory_stats,
     }
@@ -100,18 +104,19 @@ def register(cuda: types.ModuleType) -> None:
     """Complete ``torch.cuda``, which has the names of ``torch.openreg`` already."""
     for name, function in _bindings().items():
         setattr(torch._C, name, functools.partial(function))  # Dynamo has other rules for these than for our functions
-    torch.backends.cudnn.is_acceptable = lambda tensor: False  # PyTorch's warns that it was built without cuDNN
     if environment.compute_capability():
         torch.backends.cuda.is_built = lambda: True
         torch.version.cuda = "13.0"
     cuda._exchange_device, cuda._maybe_exchange_device = _C.exchange_device, _maybe_exchange_device
     cuda._CudaDeviceProperties = devices.DeviceProperties
-    cuda.cudart = _runtime
+    cuda._cudart = _runtime
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = graphs.Graph
     cuda._sanitizer.enable_cuda_sanitizer = cuda._sanitizer.enable_openreg_sanitizer
     cuda._is_compiled = lambda: True
+    cuda.nccl.version = lambda: _NCCL_VERSION
+    cuda_types.register()
     for name, library in _REFUSED.items():
         *path, last = name.split(".")[2:]
         owner = getattr(cuda, path[0], None) if path else cuda
         if owner is not None and hasattr(owner, last):
-            setattr(owner, last, _refusal(name, library))
+            setattr(owner, last, _refusal(f"{name}()", library))

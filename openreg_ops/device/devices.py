@@ -175,7 +175,7 @@ def get_arch_list() -> list[str]:
     """The vector instructions that the operators' kernels were compiled for: "DEFAULT", "AVX2", "AVX512"."""
     if pretended := environment.compute_capability():
         return ["sm_{}{}".format(*pretended)]
-    return list(_build.CPU_CAPABILITIES)
+    return [] if identity.name == "cuda" else list(_build.CPU_CAPABILITIES)
 
 
 @constant

@@ -131,7 +131,7 @@ class Captures:
                         "host_random",
                         f"{node.name} of {graph} takes a random number that was drawn on the host during the capture, "
                         "so every replay uses this one.",
-                        "Draw it on the device, with device='openreg', from a generator that the graph knows.",
+                        f"Draw it on the device, with device='{identity.name}', from a generator that the graph knows.",
                         ("Captured", graph.trace),
                         ("Used", node.trace),
                     )

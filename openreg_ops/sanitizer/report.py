@@ -18,6 +18,7 @@ from torch.cuda._sanitizer import AccessType
 from torch.utils._traceback import CapturedTraceback
 
 from openreg_ops.device.memory import address_of
+from openreg_ops.identity import identity
 
 __all__ = [
     "READ",
@@ -55,7 +56,8 @@ def _stream_name(stream: Stream | Collective | None) -> str:
     if isinstance(stream, Collective):
         return f"a collective that {_stream_name(stream.started_on)} started"
     device, id = stream
-    return f"stream {id} of openreg:{device}" if id else f"the default stream of openreg:{device}"
+    where = f"{identity.name}:{device}"
+    return f"stream {id} of {where}" if id else f"the default stream of {where}"
 
 
 class Trace:

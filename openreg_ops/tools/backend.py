@@ -22,10 +22,12 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Openreg(Backend):
-    device = "openreg"
     package = "openreg_ops"
     namespace = "openreg"
     source = PACKAGE.parent
+
+    def __init__(self) -> None:
+        self.device, self.key = _identity().name, _identity().dense
 
     # ---- explain, operators, drift, trace ----
 
@@ -212,7 +214,7 @@ def _devices(info: Info) -> None:
 
     count = _C.device_count()
     info.add("devices", count=count, isolation=isolation(_C))
-    if (name := torch._C._get_privateuse1_backend_name()) != _identity().name:
+    if _identity().name != "cuda" and (name := torch._C._get_privateuse1_backend_name()) != _identity().name:
         info.problem(f"PrivateUse1 is named {name}", "a process has one PrivateUse1 backend: import openreg_ops alone")
     if not count:
         info.problem("there is no device", "set OPENREG_DEVICE_COUNT to at least 1")

@@ -3,7 +3,9 @@
 autocast.py          autocast without a device's name
 backward.py          the thread that runs backward
 checkpoint.py        which device's random numbers activation checkpointing restores
+cuda_profiler.py     the profiler's activity CUDA, under the name cuda
 cuda_storage.py      storages, under the name cuda
+cuda_tools.py        Triton, nvcc and cuDNN, under the name cuda
 data_parallel.py     torch.nn.DataParallel and torch.nn.parallel.comm
 dlpack.py            DLPack
 import_hooks.py      runs a patch when PyTorch imports a module later
@@ -17,7 +19,9 @@ from openreg_ops.torch_patches import (
     autocast,
     backward,
     checkpoint,
+    cuda_profiler,
     cuda_storage,
+    cuda_tools,
     data_parallel,
     dlpack,
     jagged_attention,
@@ -29,7 +33,9 @@ from openreg_ops.torch_patches import (
 def register() -> None:
     """Install all patches."""
     if identity.name == "cuda":
+        cuda_profiler.register()
         cuda_storage.register()
+        cuda_tools.register()
     else:  # PyTorch's lists have cuda
         autocast.register()
         checkpoint.register()

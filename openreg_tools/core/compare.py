@@ -121,7 +121,8 @@ _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 def equal(a: Tensor, b: Tensor) -> bool:
     """`torch.equal` of tensors of one dtype and shape on one device, in the time of reading them."""
     plain = a.layout == b.layout == torch.strided and a.device.type == b.device.type == "cpu"
-    if plain and a.stride() == b.stride() and not (a.is_conj() or a.is_neg() or b.is_conj() or b.is_neg()):
+    lazy = any(x.is_conj() or x.is_neg() or x._is_zerotensor() for x in (a, b))
+    if plain and a.stride() == b.stride() and not lazy:
         whole = a.is_contiguous() or (a.dim() > 1 and a.mT.is_contiguous())
         if whole and _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0:
             return True  # also where there are NaNs

@@ -18,7 +18,8 @@ at::Tensor flatten_indices(const at::Tensor& indices, at::IntArrayRef size) {
   return call.result(call.run([&] { return at::native::flatten_indices_stub(at::kCPU, alias, size); }));
 }
 
-[[maybe_unused]] const bool flatten_indices_registered = register_stub(at::native::flatten_indices_stub, &flatten_indices);
+[[maybe_unused]] const bool flatten_indices_registered =
+    register_stub(at::native::flatten_indices_stub, &flatten_indices);
 
 } // namespace
 } // namespace openreg

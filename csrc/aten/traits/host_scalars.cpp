@@ -50,7 +50,8 @@ void check_cpu_scalar(const Traits& traits, const c10::OperatorHandle& op, const
 void check_scalar(const char* name, bool another) {
   const CpuScalars accepted = cpu_scalars(name);
   TORCH_CHECK(accepted != CpuScalars::kNone, name,
-      ": Expected all tensors to be on the same device, but found a 0-dim CPU tensor among tensors on ", identity.name, ". This "
+      ": Expected all tensors to be on the same device, but found a 0-dim CPU tensor among tensors on ", identity.name,
+      ". This "
       "operator takes no CPU scalars, as on CUDA; move it with .to()");
   TORCH_CHECK(!another || accepted == CpuScalars::kAny, name,
       ": Expected all tensors to be on the same device, but found more than one 0-dim CPU tensor. This operator takes "
@@ -59,7 +60,8 @@ void check_scalar(const char* name, bool another) {
 
 void check_scalar_is_last(const char* name) {
   TORCH_CHECK(cpu_scalars(name) != CpuScalars::kLast, name,
-      ": Expected all tensors to be on the same device, but found a 0-dim CPU tensor among tensors on ", identity.name, ". This "
+      ": Expected all tensors to be on the same device, but found a 0-dim CPU tensor among tensors on ", identity.name,
+      ". This "
       "operator takes a CPU scalar as its last tensor only, as on CUDA; move it with .to()");
 }
 

@@ -57,16 +57,18 @@ struct CUDAHooks final : Hooks<at::CUDAHooksInterface> {
   bool hasCUDA() const override { return true; }
   c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
   at::Allocator* getCUDADeviceAllocator() const override { return c10::GetAllocator(identity.type); }
+  int64_t cuFFTGetPlanCacheMaxSize(c10::DeviceIndex) const override { return 0; }
+  void cuFFTSetPlanCacheMaxSize(c10::DeviceIndex, int64_t) const override {}
+  int64_t cuFFTGetPlanCacheSize(c10::DeviceIndex) const override { return 0; }
+  void cuFFTClearPlanCache(c10::DeviceIndex) const override {}
   int getNumGPUs() const override { return deviceCount(); }
   void deviceSynchronize(c10::DeviceIndex device) const override { synchronize_device(checked_index(device)); }
 };
 
 const bool hooks_registered = [] {
   if (is_cuda())
-    at::CUDAHooksRegistry()->Register(
-        "CUDAHooks", [](at::CUDAHooksArgs) -> std::unique_ptr<at::CUDAHooksInterface> {
-          return std::make_unique<CUDAHooks>();
-        });
+    at::CUDAHooksRegistry()->Register("CUDAHooks",
+        [](at::CUDAHooksArgs) -> std::unique_ptr<at::CUDAHooksInterface> { return std::make_unique<CUDAHooks>(); });
   else at::RegisterPrivateUse1HooksInterface(new PrivateUse1Hooks);
   return true;
 }();

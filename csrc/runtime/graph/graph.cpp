@@ -145,8 +145,8 @@ void begin_capture(Stream stream, PoolId pool, CaptureMode mode, std::vector<con
   check_stream(stream);
   check_usable(stream.device);
   if (stream.id == 0)
-    throw_device_error(
-        error_prefix() + "a graph must be captured on a stream other than the default one. Make one current with `with "
+    throw_device_error(error_prefix() +
+        "a graph must be captured on a stream other than the default one. Make one current with `with "
         "torch.openreg.stream(torch.openreg.Stream()):`. A replay may run on any stream.");
   auto capture = std::make_shared<Capture>();
   capture->origin = stream;
@@ -175,9 +175,10 @@ std::shared_ptr<Graph> end_capture(Stream stream) {
       const bool other = capture != nullptr;
       throw_device_error(other
               ? error_prefix() + "a capture must end on the stream that it began on; make that one current"
-              : error_prefix() + "the current stream is not captured; capture_end() must be called on the stream on "
-                "which "
-                "capture_begin() was");
+              : error_prefix() +
+                  "the current stream is not captured; capture_end() must be called on the stream on "
+                  "which "
+                  "capture_begin() was");
     }
     for (const auto& [each, frontier] : capture->streams) captured_at(each) = nullptr;
     std::erase(all_captures().all, capture);
@@ -188,7 +189,8 @@ std::shared_ptr<Graph> end_capture(Stream stream) {
   if (!capture->error.empty())
     throw_device_error(error_prefix() + "operation failed due to a previous error during capture. " + capture->error);
   if (capture->mode != CaptureMode::kRelaxed && !pthread_equal(capture->thread, pthread_self()))
-    throw_device_error(error_prefix() + "a capture must end on the thread that it began on, unless its mode is relaxed");
+    throw_device_error(
+        error_prefix() + "a capture must end on the thread that it began on, unless its mode is relaxed");
   // The nodes that the end of the origin comes after, directly or indirectly.
   std::vector<bool> joined(graph->nodes.size());
   for (const auto last : capture->streams.front().second) joined[last] = true;
@@ -373,9 +375,9 @@ void join_capture(const CapturedPoint& point, Stream stream) {
   }
   const char* why = "the event was recorded in another capture. Record it again on a stream of this one.";
   if (own) refuse(*own, "a wait for an event", why);
-  throw_device_error(
-      error_prefix() +
-      "cannot wait for an event of a capture that has ended: none of its work has run. Record the event after the replay.");
+  throw_device_error(error_prefix() +
+      "cannot wait for an event of a capture that has ended: none of its work has run. Record the event after the "
+      "replay.");
 }
 
 const bool watches_captures = [] {

@@ -42,8 +42,8 @@ class Text {
 void report_access(const char* address, const char* verb) {
   Text text;
   const MemoryOwner owner = find_owner(address);
-  text << "openreg: the host " << verb << " device memory: address " << static_cast<const void*>(address)
-       << " on " << device_name() << ":" << static_cast<std::uint64_t>(owner.device);
+  text << "openreg: the host " << verb << " device memory: address " << static_cast<const void*>(address) << " on "
+       << device_name() << ":" << static_cast<std::uint64_t>(owner.device);
   const MemoryBlock& block = owner.block;
   if (owner.busy) {
     text << ", in an allocation that cannot be told, because the allocator is busy";

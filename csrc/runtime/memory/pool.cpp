@@ -271,12 +271,13 @@ void MemoryPool::fail(std::size_t bytes, const char* advice) {
     advice = limited ? "Free some tensors, or raise the limit that torch.openreg.set_per_process_memory_fraction() or "
                        "an injected fault has set."
                      : "Free some tensors, or raise OPENREG_DEVICE_MEMORY.";
-  throw OutOfMemory(vendor_name() + std::string(" out of memory. Tried to allocate ") + format_bytes(bytes) + ". Device " +
-      std::to_string(device_) + " has a total capacity of " + format_bytes(device_memory()) + " of which " +
-      (limited ? format_bytes(limit_) + " is allowed and " : "") +
+  const bool named_gpu = device_name() == std::string_view("cuda"); // programs read the number from the message
+  throw OutOfMemory(vendor_name() + std::string(" out of memory. Tried to allocate ") + format_bytes(bytes) +
+      (named_gpu ? ". GPU " : ". Device ") + std::to_string(device_) + " has a total capacity of " +
+      format_bytes(device_memory()) + " of which " + (limited ? format_bytes(limit_) + " is allowed and " : "") +
       format_bytes(limit_ - std::min(limit_, allocated())) + " is free; " + format_bytes(allocated()) +
-      " is allocated and " + format_bytes(stats_.reserved[MemoryStats::kAll].current) + " is reserved by openreg. " +
-      advice);
+      " is allocated and " + format_bytes(stats_.reserved[MemoryStats::kAll].current) + " is reserved by " +
+      device_name() + ". " + advice);
 }
 
 std::size_t MemoryPool::take_pages(std::int64_t stream, std::size_t length, std::size_t bytes, std::size_t size,

@@ -61,9 +61,8 @@ void detail::keep_error(int device, const openreg_site& site, const char* what) 
   // Without the C++ frames that torch's errors carry.
   const std::string_view text = what;
   first = std::string(text.substr(0, text.find("\nException raised from"))) +
-      "\nThis was raised by work that had been queued on " + device_name(device) + ", launched at " +
-      site.file + ":" + std::to_string(site.line) +
-      ". Set OPENREG_LAUNCH_MODE=sync to have it raised at the line that caused it.";
+      "\nThis was raised by work that had been queued on " + device_name(device) + ", launched at " + site.file + ":" +
+      std::to_string(site.line) + ". Set OPENREG_LAUNCH_MODE=sync to have it raised at the line that caused it.";
   attention.fetch_or(kErrorBit);
 }
 

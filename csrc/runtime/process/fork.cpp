@@ -5,6 +5,7 @@
 #include <atomic>
 #include <stdexcept>
 
+#include "runtime/device.h"
 #include "runtime/process/attention.h"
 #include "runtime/process/exit.h"
 
@@ -28,10 +29,11 @@ bool forked() noexcept {
 
 void check_not_forked() {
   detail::stay_at_exit(); // here, because every use of the device begins here
-  if (forked()) [[unlikely]]
-    throw std::runtime_error(
-        "Cannot re-initialize openreg in forked subprocess. To use openreg with multiprocessing, you must use the "
-        "'spawn' start method");
+  if (!forked()) [[likely]]
+    return;
+  const std::string name = vendor_name();
+  throw std::runtime_error("Cannot re-initialize " + name + " in forked subprocess. To use " + name +
+      " with multiprocessing, you must use the 'spawn' start method");
 }
 
 void initialize() {

@@ -105,8 +105,7 @@ bool detail::kernel_fails(Stream stream, const openreg_site& site, bool here) {
   add_latency(Fault::kKernelLatency, stream, here);
   if (loses_device(stream.device)) check_not_lost(stream.device);
   if (!strikes(Fault::kKernel, stream.device)) return false;
-  const std::string message =
-      error_prefix() + "an injected fault made a kernel fail on " + device_name(stream.device) +
+  const std::string message = error_prefix() + "an injected fault made a kernel fail on " + device_name(stream.device) +
       (site.name ? std::string(" in ") + site.name : "");
   if (launch_mode() == LaunchMode::kSync) throw_device_error(message);
   keep_error(stream.device, site, message.c_str());

@@ -1,0 +1,60 @@
+"""``torch.cuda.FloatTensor`` and the other tensor types, which a PyTorch without CUDA has only as names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["register"]
+
+_DTYPES = {
+    "BFloat16": torch.bfloat16,
+    "Bool": torch.bool,
+    "Byte": torch.uint8,
+    "Char": torch.int8,
+    "Double": torch.float64,
+    "Float": torch.float32,
+    "Half": torch.float16,
+    "Int": torch.int32,
+    "Long": torch.int64,
+    "Short": torch.int16,
+}
+_set_default_tensor_type = torch.set_default_tensor_type
+
+
+class TensorType(type):
+    """The type of these types. Calling one creates a tensor, from sizes, from data, or empty."""
+
+    dtype: torch.dtype
+    is_cuda = True
+    layout = torch.strided
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.type() == cls.__name__
+
+    def __call__(cls, *args: Any, device: torch.types.Device = None) -> torch.Tensor:
+        options = {"dtype": cls.dtype, "device": torch.device("cuda" if device is None else device)}
+        if not args or isinstance(args[0], int | torch.Size):
+            return torch.empty(*(args or (0,)), **options)
+        data = args[0]
+        return data.to(**options) if isinstance(data, torch.Tensor) else torch.tensor(data, **options)
+
+
+def _set_default(t: Any) -> None:
+    """As `torch.set_default_tensor_type`, for these types too."""
+    kind = getattr(torch.cuda, t.rpartition(".")[2], t) if isinstance(t, str) and t.startswith("torch.cuda.") else t
+    if not isinstance(kind, TensorType):
+        torch.set_default_device("cpu")
+        return _set_default_tensor_type(t)
+    torch.set_default_dtype(kind.dtype)
+    torch.set_default_device("cuda")
+
+
+def register() -> None:
+    """Replace the types in ``torch.cuda``."""
+    for name, dtype in _DTYPES.items():
+        # PyTorch reads the type's name, as in tensor.type(torch.cuda.FloatTensor).
+        kind = TensorType(f"torch.cuda.{name}Tensor", (), {"dtype": dtype})
+        setattr(torch.cuda, f"{name}Tensor", kind)
+    torch.set_default_tensor_type = _set_default
