@@ -102,7 +102,8 @@ def _may_fork(env: Mapping[str, str]) -> bool:
 
 
 def _early(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith(READ_EARLY) and name not in OBEYED}
+    early = {name: value for name, value in env.items() if name.startswith(READ_EARLY) and name not in OBEYED}
+    return early | {"OPENREG_DEVICE": env.get("OPENREG_DEVICE", "")}
 
 
 # ---- the side that asks ----

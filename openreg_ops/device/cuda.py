@@ -37,7 +37,7 @@ _REFUSED = {
     "torch.cuda.gds.gds_register_buffer": "cuFile",
     "torch.cuda.gds.gds_deregister_buffer": "cuFile",
     **{
-        f"torch.cuda.nccl.{name}": "NCCL; use torch.distributed"
+        f"torch.cuda.nccl.{name}": "NCCL"
         for name in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "unique_id")
     },
 }

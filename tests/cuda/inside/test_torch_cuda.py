@@ -1,0 +1,145 @@
+"""torch.cuda under the name cuda: its names, its bindings, what it refuses, its tensor types and storages."""
+
+import pytest
+import torch
+
+from openreg_ops.device import cuda, cuda_types
+from openreg_ops.device.refusals import refusals
+
+
+def test_the_device_has_the_name():
+    assert torch.openreg is torch.cuda and torch.accelerator.current_accelerator() == torch.device("cuda")
+    assert torch.cuda.is_available() and torch.cuda.is_initialized()
+    assert torch.version.cuda is None and not torch.backends.cuda.is_built()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_tensor_is_where_it_says(index):
+    for x in (torch.ones(3).cuda(index), torch.ones(3).to(f"cuda:{index}"), torch.ones(3, device=torch.device(index))):
+        assert (x.is_cuda, x.device.type, x.get_device(), x.device.index) == (True, "cuda", index, index)
+
+
+def test_every_public_name_exists():
+    assert [name for name in torch.cuda.__all__ if not hasattr(torch.cuda, name)] == []
+
+
+# What each binding returns, by the function of torch.cuda that says the same.
+SAME = {
+    "_cuda_getDeviceCount": ((), torch.cuda.device_count),
+    "_cuda_getDevice": ((), torch.cuda.current_device),
+    "_cuda_getArchFlags": ((), lambda: " ".join(torch.cuda.get_arch_list())),
+    "_cuda_getCurrentRawStream": ((1,), lambda: torch.cuda.current_stream(1).cuda_stream),
+    "_cuda_isCurrentStreamCapturing": ((), torch.cuda.is_current_stream_capturing),
+    "_cuda_canDeviceAccessPeer": ((0, 1), lambda: torch.cuda.can_device_access_peer(0, 1)),
+    "_cuda_hasPrimaryContext": ((1,), lambda: True),
+    "_cuda_isInBadFork": ((), lambda: False),
+    "_cuda_memoryStats": ((0,), lambda: torch.cuda.memory_stats_as_nested_dict(0)),
+    "_cuda_getAllocatorBackend": ((), torch.cuda.memory.get_allocator_backend),
+    "_cuda_tunableop_is_enabled": ((), lambda: False),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SAME))
+def test_bindings_say_what_torch_cuda_says(name):
+    arguments, expected = SAME[name]
+    assert getattr(torch._C, name)(*arguments) == expected()
+
+
+def test_bindings_change_the_current_device():
+    assert torch._C._cuda_exchangeDevice(1) == 0 and torch.cuda.current_device() == 1
+    assert torch._C._cuda_maybeExchangeDevice(-1) == 1 and torch.cuda.current_device() == 1
+    assert torch._C._cuda_maybeExchangeDevice(0) == 1 and torch.cuda.current_device() == 0
+    torch._C._cuda_setDevice(1)
+    assert torch.cuda.current_device() == 1
+    torch.cuda.set_device(0)
+
+
+@pytest.mark.parametrize("name", sorted(cuda._REFUSED))
+def test_what_needs_a_gpu_says_so(name):
+    owner = torch.cuda
+    *path, last = name.split(".")[2:]
+    for part in path:
+        owner = getattr(owner, part)
+    known = len(refusals)
+    with pytest.raises(NotImplementedError) as error:
+        getattr(owner, last)()
+    assert str(error.value) == (
+        f"{name}() needs {cuda._REFUSED[name]}, which a simulated device does not have; run this on a GPU"
+    )
+    (refusal,) = refusals[known:]
+    assert refusal[:2] == (f"{name}()", cuda._REFUSED[name]) and refusal.line.startswith("tests/cuda/inside/test_torch_cuda.py:")
+
+
+def test_compilers_for_a_gpu_say_so():
+    from torch.utils import cpp_extension
+
+    for call in (
+        lambda: cpp_extension.CUDAExtension("mine", ["mine.cu"]),
+        lambda: cpp_extension.load_inline("mine", cpp_sources="", cuda_sources="__global__ void f() {}"),
+    ):
+        with pytest.raises(NotImplementedError, match="a CUDA extension needs nvcc"):
+            call()
+
+
+def test_operators_of_libraries_say_so():
+    x = torch.ones(1, 1, 4, 4, device="cuda")
+    with pytest.raises(NotImplementedError, match="aten::cudnn_convolution has no kernel for cuda. PyTorch calls cuDNN"):
+        torch.cudnn_convolution(x, x, (0, 0), (1, 1), (1, 1), 1, False, False, False)
+
+
+@pytest.mark.parametrize("name", sorted(cuda_types._DTYPES))
+def test_tensor_types(name):
+    kind, dtype = getattr(torch.cuda, f"{name}Tensor"), cuda_types._DTYPES[name]
+    for x, shape in ((kind(2, 3), (2, 3)), (kind([1, 0]), (2,)), (kind(torch.ones(4)), (4,)), (kind(), (0,))):
+        assert (x.dtype, x.device.type, x.shape) == (dtype, "cuda", shape)
+        assert isinstance(x, kind) and not isinstance(x.cpu(), kind)
+    assert torch.ones(2).type(kind).dtype == torch.ones(2).type(f"torch.cuda.{name}Tensor").dtype == dtype
+    others = [other for other in cuda_types._DTYPES if other != name]
+    assert not any(isinstance(kind(1), getattr(torch.cuda, f"{other}Tensor")) for other in others)
+
+
+def test_the_default_tensor_type():
+    try:
+        torch.set_default_tensor_type(torch.cuda.HalfTensor)
+        assert (torch.ones(2).dtype, torch.ones(2).device.type) == (torch.float16, "cuda")
+        torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+        assert (torch.ones(2).dtype, torch.ones(2).device.type) == (torch.float64, "cuda")
+    finally:
+        torch.set_default_tensor_type(torch.FloatTensor)
+    assert (torch.ones(2).dtype, torch.ones(2).device.type) == (torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0", "cuda:1"])
+def test_storages(device):
+    x = torch.arange(6.0, device=device)
+    x.untyped_storage().resize_(48)
+    assert x.untyped_storage().nbytes() == 48 and x.tolist() == [0.0, 1, 2, 3, 4, 5]
+    for storage in (torch.UntypedStorage(8, device=device), torch.UntypedStorage([1, 2], device=device)):
+        assert storage.device == torch.device(device)
+    assert torch.UntypedStorage([1, 2], device=device).tolist() == [1, 2]
+    assert torch.UntypedStorage(device=device).nbytes() == 0
+
+
+def test_errors_have_cudas_sentences():
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. .* GPU 1 has a total capacity of"):
+        torch.empty(2**60, device="cuda:1")
+    with pytest.raises(RuntimeError, match="CUDA error: invalid device ordinal 7; there are 2 devices, cuda:0 to cuda:1"):
+        torch.ones(1, device="cuda:7")
+    with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu!"):
+        torch.ones(2, device="cuda") + torch.ones(2)
+    with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cuda:1!"):
+        torch.ones(2, device="cuda") + torch.ones(2, device="cuda:1")
+    with pytest.raises(TypeError, match="can't convert cuda:1 device type tensor to numpy"):
+        torch.ones(2, device="cuda:1").numpy()
+
+
+def test_the_profiler_has_the_activity():
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    assert torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
+    x = torch.randn(32, 32, device="cuda")
+    with torch.profiler.profile(activities=activities) as profile:
+        x @ x
+    (product,) = [event for event in profile.key_averages() if event.key == "aten::mm"]
+    assert product.self_device_time_total > 0 and "Self CUDA" in profile.key_averages().table()
+    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert "aten::mm kernel" in [event.name for event in kernels]
