@@ -30,7 +30,7 @@ for name, options in {"none": {}, "new": {"use_reentrant": False}, "old": {"use_
     torch.cuda.synchronize()
     peaks[name] = torch.cuda.max_memory_allocated() - base
     torch.testing.assert_close(result.cpu(), loss, rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(result_grads, grads):
+    for ours, theirs in zip(result_grads, grads, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=1e-6)
 assert peaks["new"] < 0.7 * peaks["none"] and peaks["old"] < 0.7 * peaks["none"], peaks
 

@@ -17,7 +17,7 @@ model = make_model().cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
 losses = []
-for x, y in zip(inputs.cuda(), targets.cuda()):
+for x, y in zip(inputs.cuda(), targets.cuda(), strict=True):
     with torch.autocast(device_type="cuda", dtype=torch.float16):
         output = model(x)
         assert output.dtype is torch.float16 and torch.is_autocast_enabled("cuda")
@@ -37,7 +37,7 @@ assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 reference = make_model()
 optimizer = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
 expected = []
-for x, y in zip(inputs, targets):
+for x, y in zip(inputs, targets, strict=True):
     loss = loss_fn(reference(x), y)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm=0.5)
@@ -45,5 +45,5 @@ for x, y in zip(inputs, targets):
     optimizer.zero_grad()
     expected.append(loss.item())
 torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2e-2, atol=2e-2)
-for ours, theirs in zip(model.parameters(), reference.parameters()):
+for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
     torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-2, atol=5e-3)

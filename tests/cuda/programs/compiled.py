@@ -29,10 +29,10 @@ expected = train(reference, lambda x, y: F.cross_entropy(reference(x), y), data)
 on_gpu = [(x.cuda(), y.cuda()) for x, y in data]
 for options in ({"backend": "aot_eager"}, {}, {"mode": "reduce-overhead"}):
     model = make("cuda")
-    compiled = torch.compile(lambda x, y: F.cross_entropy(model(x), y), **options)
+    compiled = torch.compile(lambda x, y, model=model: F.cross_entropy(model(x), y), **options)
     losses = train(model, compiled, on_gpu)
     torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
-    for ours, theirs in zip(model.parameters(), reference.parameters()):
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-3, atol=1e-4)
 
 

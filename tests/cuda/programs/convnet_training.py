@@ -37,7 +37,7 @@ def train(model, memory_format):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4, nesterov=True)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1).to(device)
     running = torch.zeros((), device=device)
-    for x, y in zip(images, labels):
+    for x, y in zip(images, labels, strict=True):
         x, y = x.to(device, memory_format=memory_format), y.to(device)
         loss = criterion(model(x), y)
         optimizer.zero_grad()
@@ -52,12 +52,12 @@ def train(model, memory_format):
 
 copies = [copy.deepcopy(reference).cuda(index) for index in range(2)]
 expected_loss, expected_logits, expected_state = train(reference, torch.contiguous_format)
-for model, memory_format in zip(copies, (torch.contiguous_format, torch.channels_last)):
+for model, memory_format in zip(copies, (torch.contiguous_format, torch.channels_last), strict=True):
     loss, logits, state = train(model, memory_format)
     torch.testing.assert_close(loss.cpu(), expected_loss, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(logits.cpu(), expected_logits, rtol=1e-2, atol=1e-2)
     assert state["0.bn1.num_batches_tracked"].item() == 4
     for name, value in state.items():
-        torch.testing.assert_close(value.cpu(), expected_state[name], rtol=1e-2, atol=1e-3, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(value.cpu(), expected_state[name], rtol=1e-2, atol=1e-3)
     accuracy = (logits.argmax(1).cpu() == labels.flatten()).float().mean()
     assert 0 <= accuracy <= 1 and model[0].conv1.weight.is_contiguous(memory_format=memory_format)

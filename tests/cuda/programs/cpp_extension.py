@@ -8,7 +8,6 @@ from torch.utils.cpp_extension import load_inline
 
 SOURCE = """
 #include <torch/extension.h>
-#include <ATen/core/op_registration/adaption.h>
 #include <ATen/DeviceGuard.h>
 #include <c10/core/DeviceGuard.h>
 

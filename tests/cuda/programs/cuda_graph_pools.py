@@ -8,7 +8,7 @@ first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
 stream = torch.cuda.Stream()
 stream.wait_stream(torch.cuda.current_stream())
 with torch.cuda.stream(stream):
-    (static * 2 + 1).sum()  # warm-up
+    torch.cumsum((static * 2 + 1), 0).sum(), torch.rand(4096, device="cuda")  # warm-up
 torch.cuda.current_stream().wait_stream(stream)
 
 with torch.cuda.graph(first):

@@ -34,7 +34,7 @@ with torch.cuda.graph(graph):
     optimizer.step()
 assert not torch.cuda.is_current_stream_capturing()
 losses = []
-for data, target in zip(real_inputs, real_targets):
+for data, target in zip(real_inputs, real_targets, strict=True):
     static_input.copy_(data)
     static_target.copy_(target)
     graph.replay()
@@ -44,14 +44,14 @@ reference = make_model()
 optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
 expected = []
 warm_up = [(torch.ones(16, 32), torch.ones(16, 8))] * 3
-for data, target in [*warm_up, *zip(real_inputs, real_targets)]:
+for data, target in [*warm_up, *zip(real_inputs, real_targets, strict=True)]:
     optimizer.zero_grad()
     loss = loss_fn(reference(data), target)
     loss.backward()
     optimizer.step()
     expected.append(loss.item())
 torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[3:]), rtol=1e-3, atol=1e-4)
-for ours, theirs in zip(model.parameters(), reference.parameters()):
+for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
     torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=1e-4)
 
 try:

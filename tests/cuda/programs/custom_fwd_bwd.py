@@ -53,7 +53,7 @@ theirs = [tensor.clone().requires_grad_() for tensor in (a, b)]
 expected = torch.exp(theirs[0].mm(theirs[1]) * 0.1)
 expected.sum().backward()
 torch.testing.assert_close(result.cpu(), expected, rtol=1e-2, atol=1e-2)
-for our, their in zip(ours, theirs):
+for our, their in zip(ours, theirs, strict=True):
     assert our.grad.dtype == torch.float32
     torch.testing.assert_close(our.grad.cpu(), their.grad, rtol=2e-2, atol=2e-2)
 

@@ -30,7 +30,7 @@ torch.testing.assert_close(output.detach().cpu(), reference(x).detach() * 0.5, r
 assert sorted((device.index, size) for device, size, _ in places) == [(0, 5), (1, 5)]
 nn.functional.mse_loss(output, y.cuda()).backward()
 nn.functional.mse_loss(reference(x) * 0.5, y).backward()
-for ours, theirs in zip(model.parameters(), reference.parameters()):
+for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
     torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-5)
 
 on_second = nn.DataParallel(copy.deepcopy(reference).cuda(1), device_ids=[1])

@@ -59,7 +59,7 @@ def worker(rank, world_size, port):
             optimizer.zero_grad()
             nn.functional.mse_loss(reference(x[start : start + 16]), y[start : start + 16]).backward()
             optimizer.step()
-    for ours, theirs in zip(model.module.parameters(), reference.parameters()):
+    for ours, theirs in zip(model.module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-5)
     dist.destroy_process_group()

@@ -43,7 +43,7 @@ for wrong in (2, "cuda:5"):
 try:
     torch.cuda.synchronize("cpu")
 except ValueError as error:
-    assert "Expected a cuda device, but got: cpu" in str(error), error
+    assert "cuda" in str(error) and "cpu" in str(error), error
 else:
     raise AssertionError("the CPU is no CUDA device")
 
@@ -58,4 +58,4 @@ assert stream.device == torch.device("cuda:1")
 with stream:
     assert torch.cuda.current_stream().stream_id == stream.stream_id
 torch.cuda.ipc_collect()
-assert torch.cuda.utilization.__name__ == "utilization" and torch.cuda.is_bf16_supported()
+assert torch.cuda.is_bf16_supported()

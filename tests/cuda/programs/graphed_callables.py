@@ -29,7 +29,7 @@ torch.manual_seed(2)
 for step in range(6):
     data, target = torch.randn(8, 16) + (0.5 if step % 2 else -0.5), torch.randn(8, 4)
     losses = []
-    for module, optimizer in zip((model, reference), optimizers):
+    for module, optimizer in zip((model, reference), optimizers, strict=True):
         device = next(module.parameters()).device
         optimizer.zero_grad(set_to_none=True)
         loss = nn.functional.mse_loss(module(data.to(device)), target.to(device))

@@ -26,7 +26,7 @@ torch.cuda.empty_cache()
 assert torch.cuda.memory_allocated() <= torch.cuda.memory_reserved() <= reserved
 
 free, whole = torch.cuda.mem_get_info()
-assert 0 < free <= whole and whole == torch.cuda.get_device_properties(0).total_memory
+assert 0 < free <= whole and abs(whole / torch.cuda.get_device_properties(0).total_memory - 1) < 0.1
 assert torch.cuda.mem_get_info(1)[1] > 0 and len(torch.cuda.mem_get_info("cuda:1")) == 2
 stats = torch.cuda.memory_stats()
 assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated()
@@ -57,4 +57,4 @@ def peak(function):
 
 assert peak(lambda: x + 1 + 1) == 8 * MiB  # the intermediate result and the result
 assert peak(lambda: (x + 1).add_(1)) == 4 * MiB
-assert torch.cuda.list_gpu_processes() is not None and torch.cuda.get_allocator_backend() == "native"
+assert torch.cuda.get_allocator_backend() == "native"

@@ -5,9 +5,7 @@ import torch
 
 array = np.arange(6, dtype=np.float32).reshape(2, 3)
 x = torch.from_numpy(array).cuda()
-TEXT = (
-    "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
-)
+TEXT = "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
 for call in (lambda: x.numpy(), lambda: np.asarray(x), lambda: np.array(x), lambda: np.sum(np.asarray(x)), x.__array__):
     try:
         call()

@@ -10,13 +10,13 @@ expected = torch.autograd.grad(layer(x).square().sum(), layer.weight)[0]
 layer.cuda()
 
 torch.cuda.cudart().cudaProfilerStart()
-assert nvtx.range_push("forward") == 0
-assert nvtx.range_push("layer") == 1
+nvtx.range_push("forward")  # its depth depends on whether a tool listens
+nvtx.range_push("layer")
 with nvtx.range("square {}", "loss"):
     loss = layer(x.cuda()).square().sum()
 nvtx.mark("forward is done")
-assert nvtx.range_pop() == 1
-assert nvtx.range_pop() == 0
+nvtx.range_pop()
+nvtx.range_pop()
 handle = nvtx.range_start("backward")
 loss.backward()
 nvtx.range_end(handle)
@@ -34,4 +34,4 @@ with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx(record_sha
 torch.testing.assert_close(result.cpu(), 2 * layer.cpu()(x), rtol=1e-4, atol=1e-5)
 free, total = torch.cuda.cudart().cudaMemGetInfo(0)
 assert 0 < free <= total
-torch.cuda.check_error(0)
+torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())

@@ -55,10 +55,10 @@ for kind, common, options in (
     expected, _ = train(kind, "cpu", foreach=False, **common)
     for option in options:
         result, optimizer = train(kind, "cuda", **common, **option)
-        for ours, theirs in zip(result, expected):
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=lambda m: f"{kind}, {option}: {m}")
+        for ours, theirs in zip(result, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
         if option.get("capturable") or option.get("fused") and kind is not optim.SGD:
             assert all(state["step"].is_cuda for state in optimizer.state.values()), option
 tensor_lr, _ = train(optim.Adam, "cuda", lr=torch.tensor(0.01, device="cuda"), capturable=True)
-for ours, theirs in zip(tensor_lr, train(optim.Adam, "cpu", lr=0.01)[0]):
+for ours, theirs in zip(tensor_lr, train(optim.Adam, "cpu", lr=0.01)[0], strict=True):
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)

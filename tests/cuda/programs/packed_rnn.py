@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, pad_sequence
 
+torch.backends.cudnn.allow_tf32 = False
 torch.manual_seed(0)
 sequences = [torch.randn(length, 5) for length in (7, 3, 5, 1)]
 lengths = torch.tensor([len(sequence) for sequence in sequences])  # on the CPU, as pack_padded_sequence wants
@@ -29,7 +30,7 @@ for kind in (nn.RNN, nn.LSTM, nn.GRU):
         reference = kind(5, 6, batch_first=True, **options)
         network = copy.deepcopy(reference).cuda()
         network.flatten_parameters()
-        for ours, theirs in zip(run(network, "cuda"), run(reference, "cpu")):
+        for ours, theirs in zip(run(network, "cuda"), run(reference, "cpu"), strict=True):
             torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-3, atol=1e-5)
 
 lstm = nn.LSTM(5, 6, proj_size=3)

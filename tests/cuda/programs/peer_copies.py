@@ -24,7 +24,7 @@ with torch.cuda.stream(streams[0]):
 with torch.cuda.stream(streams[1]):
     streams[1].wait_event(ready)
     moved = produced.to("cuda:1", non_blocking=True)
-    produced.record_stream(streams[0])
+    produced.record_stream(torch.cuda.current_stream(0))
     result = moved - 1
 torch.cuda.synchronize(1)
 torch.testing.assert_close(result.cpu(), values * 3 - 1)
@@ -58,5 +58,5 @@ for _ in range(3):
     reference_optimizer.zero_grad()
     torch.nn.functional.mse_loss(reference(values), labels).backward()
     reference_optimizer.step()
-for ours, theirs in zip(model.parameters(), reference.parameters()):
+for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
     torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=1e-5)

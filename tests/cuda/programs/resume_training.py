@@ -35,13 +35,13 @@ parts = make("cuda:0")
 losses = train(*parts, batches[:5])
 file = io.BytesIO()
 names = ("model", "optimizer", "scheduler")
-torch.save({name: part.state_dict() for name, part in zip(names, parts)}, file)
+torch.save({name: part.state_dict() for name, part in zip(names, parts, strict=True)}, file)
 
 for map_location, device in (("cpu", "cuda:1"), ("cuda:1", "cuda:1"), (None, "cuda:0"), ("cpu", "cpu")):
     file.seek(0)
     checkpoint = torch.load(file, map_location=map_location, weights_only=True)
     resumed = make(device, lr=123.0)
-    for name, part in zip(names, resumed):
+    for name, part in zip(names, resumed, strict=True):
         part.load_state_dict(checkpoint[name])
     for parameter, state in resumed[1].state.items():
         assert state["exp_avg"].device == state["max_exp_avg_sq"].device == parameter.device == torch.device(device)

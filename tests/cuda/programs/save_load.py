@@ -31,7 +31,7 @@ with tempfile.TemporaryDirectory() as folder:
         for name, (map_location, devices) in cases.items():
             for weights_only in (True, False):
                 loaded = torch.load(path, map_location=map_location, weights_only=weights_only)
-                for key, expected, device in zip("abp", (values, values.t(), values), devices):
+                for key, expected, device in zip("abp", (values, values.t(), values), devices[:3], strict=True):
                     assert str(loaded[key].device) == device, (name, key, loaded[key].device, device)
                     assert torch.equal(loaded[key].detach().cpu(), expected), (name, key)
                 assert str(loaded["cpu"].device) == devices[3] and loaded["n"] == 3, name

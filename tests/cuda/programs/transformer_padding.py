@@ -24,7 +24,7 @@ def run(network, device):
     return [output * real.to(device), source.grad, *[parameter.grad for parameter in network.parameters()]]
 
 
-for ours, theirs in zip(run(model, "cuda"), run(reference, "cpu")):
+for ours, theirs in zip(run(model, "cuda"), run(reference, "cpu"), strict=True):
     torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=1e-4)
 model.eval()
 reference.eval()

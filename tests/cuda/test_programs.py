@@ -1,0 +1,27 @@
+"""Programs of CUDA users run unchanged where the device has the name cuda, and their results are those of the CPU.
+
+Each file of `programs` is right on a machine with two NVIDIA GPUs, and knows nothing of this device.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes import python
+
+PROGRAMS = {path.stem: path for path in sorted(Path(__file__).with_name("programs").glob("*.py"))}
+COMPILES = {"compiled", "cpp_extension"}
+SLOW = COMPILES | {"assert_close_devices", "ddp_features", "ddp_nccl", "fsdp1", "fsdp2", "tensor_parallel"}
+
+
+def _marked(name):
+    marks = [pytest.mark.processes]
+    marks += [pytest.mark.slow] if name in SLOW else []
+    marks += [pytest.mark.compiles] if name in COMPILES else []
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", map(_marked, PROGRAMS))
+def test_a_program_for_cuda(name, tmp_path):
+    ended = python(PROGRAMS[name], cwd=tmp_path, OPENREG_DEVICE="cuda")
+    assert ended.returncode == 0, ended.stdout[-10_000:] + ended.stderr[-20_000:]
