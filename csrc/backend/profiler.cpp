@@ -13,7 +13,6 @@
 #define KINETO_NAMESPACE libkineto
 #include <libkineto.h>
 #include <output_base.h>
-#include <torch/csrc/profiler/standalone/privateuse1_profiler.h>
 #include <torch/csrc/profiler/stubs/base.h>
 
 #include <algorithm>
@@ -247,11 +246,8 @@ class Profiler final : public libkineto::IActivityProfiler {
       ActivityType::GPU_USER_ANNOTATION, ActivityType::PRIVATEUSE1_RUNTIME};
 };
 
-// PyTorch gives Kineto the plugin of PrivateUse1 only if a program has named that device.
 [[maybe_unused]] const bool plugin_registered = [] {
-  const auto make = [] { return std::make_unique<Profiler>(); };
-  if (is_cuda()) libkineto::api().registerProfilerFactory(make);
-  else torch::profiler::impl::PrivateUse1ProfilerRegistry::instance().registerFactory(make);
+  register_profiler_plugin([] { return std::make_unique<Profiler>(); });
   return true;
 }();
 
@@ -272,12 +268,13 @@ struct Methods final : torch::profiler::impl::ProfilerStubs {
     const auto time = [](const Pointer* event) { return std::static_pointer_cast<Event>(*event)->time(); };
     return std::chrono::duration<float, std::micro>(time(end) - time(begin)).count();
   }
+  // An observer of all operators calls these, which must not open a range that it would observe.
   void mark(const char* name) const override {
-    range_push(name);
-    range_pop();
+    rangePush(name);
+    rangePop();
   }
-  void rangePush(const char* name) const override { range_push(name); }
-  void rangePop() const override { range_pop(); }
+  void rangePush(const char* name) const override { push_range({0, std::make_shared<const std::string>(name)}); }
+  void rangePop() const override { pop_range(); }
   bool enabled() const override { return true; }
   void onEachDevice(std::function<void(int)> call) const override {
     for (int device = 0; device < device_count(); ++device) {

@@ -171,6 +171,7 @@ void bind_device(py::module_& m) {
   m.def("identity", &identity_as_names);
   m.def("device_count", &device_count);
   m.def("initialize", &initialize);
+  m.def("initialized", &initialized);
   m.def("forked", &forked);
   m.def("current_device", &current_device);
   m.def("exchange_device", [](int64_t device) {

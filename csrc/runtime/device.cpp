@@ -6,6 +6,7 @@
 #include <cctype>
 #include <cstdio>
 #include <cstdlib>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -59,6 +60,18 @@ int count_from_environment() {
   return static_cast<int>(count);
 }
 
+// The number of devices that CUDA_VISIBLE_DEVICES lists before the first one that does not exist. CUDA reads it so.
+int visible(const char* text, int count) {
+  std::set<long> listed;
+  while (*text) {
+    char* end = nullptr;
+    const long index = std::strtol(text, &end, 10);
+    if (end == text || index < 0 || index >= count || (*end && *end != ',') || !listed.insert(index).second) break;
+    text = *end ? end + 1 : end;
+  }
+  return static_cast<int>(listed.size());
+}
+
 } // namespace
 
 const char* device_name() noexcept {
@@ -74,7 +87,11 @@ const char* vendor_name() noexcept {
 }
 
 int device_count() noexcept {
-  static const int count = count_from_environment();
+  static const int count = [] {
+    const int all = count_from_environment();
+    const char* listed = named_cuda() ? std::getenv("CUDA_VISIBLE_DEVICES") : nullptr;
+    return listed ? visible(listed, all) : all;
+  }();
   return count;
 }
 

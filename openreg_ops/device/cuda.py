@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from openreg_ops import _C, environment
-from openreg_ops.device import cuda_types, devices, graphs, memory, streams
+from openreg_ops.device import cuda_types, devices, graphs, memory, streams, sync_debug
 from openreg_ops.device.refusals import refuse
 
 __all__ = ["register"]
@@ -78,12 +78,29 @@ def _bindings() -> dict[str, Any]:
         "_cuda_canDeviceAccessPeer": devices.can_device_access_peer,
         "_cuda_getArchFlags": lambda: " ".join(devices.get_arch_list()),
         "_cuda_getCurrentRawStream": lambda device: streams.current_stream(device).native_handle,
+        "_cuda_setStream": lambda **of: streams.set_stream(torch.Stream(**of)),
+        "_cuda_getCurrentStream": lambda device: _numbers(streams.current_stream(device)),
+        "_cuda_getDefaultStream": lambda device: _numbers(streams.default_stream(device)),
         "_cuda_isCurrentStreamCapturing": graphs.is_current_stream_capturing,
         "_cuda_synchronize": devices.synchronize,
         "_cuda_sleep": streams._sleep,
         "_cuda_ipc_collect": devices.ipc_collect,
         "_cuda_emptyCache": memory.empty_cache,
         "_cuda_memoryStats": memory.memory_stats_as_nested_dict,
+        "_cuda_hostMemoryStats": memory.host_memory_stats_as_nested_dict,
+        "_cuda_resetAccumulatedMemoryStats": memory.reset_accumulated_memory_stats,
+        "_cuda_resetAccumulatedHostMemoryStats": memory.reset_accumulated_host_memory_stats,
+        "_cuda_resetPeakHostMemoryStats": memory.reset_peak_host_memory_stats,
+        "_cuda_getMemoryFraction": memory.get_per_process_memory_fraction,
+        "_cuda_setMemoryFraction": memory.set_per_process_memory_fraction,
+        "_cuda_memorySnapshot": lambda *_: memory._snapshot(),
+        "_cuda_cudaCachingAllocator_raw_alloc": lambda size, stream: memory.caching_allocator_alloc(size, stream=stream),
+        "_cuda_cudaCachingAllocator_raw_delete": memory.caching_allocator_delete,
+        "_cuda_get_sync_debug_mode": sync_debug.get_sync_debug_mode,
+        "_cuda_set_sync_debug_mode": sync_debug.set_sync_debug_mode,
+        # A number that cuDNN would read.
+        "_cuda_get_cudnn_benchmark_limit": lambda: _cudnn["benchmark_limit"],
+        "_cuda_set_cudnn_benchmark_limit": lambda limit: _cudnn.update(benchmark_limit=limit),
         "_cuda_getAllocatorBackend": memory.get_allocator_backend,
         "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
         "_cuda_cudaCachingAllocator_enable": lambda enabled: None,  # the device's allocator always keeps free memory
@@ -94,6 +111,13 @@ def _bindings() -> dict[str, Any]:
         "_cuda_clearCublasWorkspaces": lambda: None,
         "_cuda_resetPeakMemoryStats": memory.reset_peak_memory_stats,
     }
+
+
+_cudnn = {"benchmark_limit": 10}
+
+
+def _numbers(stream: torch.Stream) -> tuple[int, int, int]:
+    return stream.stream_id, stream.device_index, stream.device_type
 
 
 def _maybe_exchange_device(device: int) -> int:
@@ -113,6 +137,7 @@ def register(cuda: types.ModuleType) -> None:
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = graphs.Graph
     cuda._sanitizer.enable_cuda_sanitizer = cuda._sanitizer.enable_openreg_sanitizer
     cuda._is_compiled = lambda: True
+    cuda.is_initialized, cuda.has_magma = _C.initialized, True  # ATen's linear algebra takes the place of MAGMA
     cuda.nccl.version = lambda: _NCCL_VERSION
     cuda_types.register()
     for name, library in _REFUSED.items():

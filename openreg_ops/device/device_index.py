@@ -37,5 +37,8 @@ def device_index(device: torch.types.Device = None) -> int:
         return current_device() if device == -1 else _checked(device)
     device = torch.device(device)
     if device.type != identity.name:
-        raise ValueError(f"expected an openreg device, but got {device}; pass an index, 'openreg' or 'openreg:N'")
+        raise ValueError(
+            f"expected a device of type {identity.name}, but got {device}; pass an index, {identity.name!r} or "
+            f"'{identity.name}:N'"
+        )
     return _checked(current_device() if device.index is None else device.index)

@@ -7,11 +7,13 @@ import warnings
 import torch
 
 from openreg_ops import _C
+from openreg_ops.identity import identity
 from openreg_tools.core import place
 
 __all__ = ["get_sync_debug_mode", "set_sync_debug_mode"]
 
 _MODES = ("default", "warn", "error")  # as PyTorch numbers them
+_NAME = "CUDA" if identity.name == "cuda" else identity.name
 _REMEDIES = {
     "aten::_local_scalar_dense": "keep the value in a tensor on the device, or read it after the loop",
     "aten::copy_": "pin the host memory and pass non_blocking=True",
@@ -61,9 +63,9 @@ def _report(operation: str) -> None:
     where = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
     backward = f" in the backward of {node.name()}" if node else ""
     message = (
-        f"called a synchronizing openreg operation, {operation}{where}{backward}: the host waits for the device. "
+        f"called a synchronizing {_NAME} operation, {operation}{where}{backward}: the host waits for the device. "
         f"To avoid the wait, {_REMEDIES.get(operation, _DATA_DEPENDENT)}; "
-        'torch.openreg.set_sync_debug_mode("default") permits it.'
+        f'torch.{identity.module}.set_sync_debug_mode("default") permits it.'
     )
     if _C.sync_debug_mode() == "error":
         raise RuntimeError(message)

@@ -14,6 +14,8 @@ from graphs import calls, kernels, on, source, uncached, without
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
+from tests.processes import python
+
 pytestmark = pytest.mark.compiles
 
 
@@ -85,6 +87,33 @@ def test_metadata_of_cached_graphs():
         assert [graphed()[0].saved for _ in range(2)] == [1, 1]
         with patch.object(adaptation.owner, adaptation.name, adaptation.original):
             assert graphed()[0].saved == sys.maxsize
+
+
+def under_cuda(adaptation):
+    """How a program ends under the name cuda that compiles without this adaptation."""
+    code = (
+        "import torch, torch._inductor.compile_fx, torch._inductor.config as config\n"
+        "from openreg_ops.inductor.adapt import ADAPTATIONS\n"
+        f"if {adaptation!r}: ADAPTATIONS[{adaptation!r}].put(ADAPTATIONS[{adaptation!r}].original)\n"
+        "x = torch.randn(64, 48, device='cuda')\n"
+        "f = lambda x: ((x @ x.t()).relu(), x.softmax(-1))\n"
+        "torch.testing.assert_close(torch.compile(f, mode='max-autotune-no-cudagraphs')(x), f(x))"
+    )
+    return python("-c", code, OPENREG_DEVICE="cuda", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+
+
+@pytest.mark.slow
+def test_cuda_is_not_a_gpu():
+    """Otherwise Inductor tunes Triton's templates, and looks at the processors of the GPU."""
+    assert "SMs" in under_cuda("cuda_is_not_a_gpu").stderr
+    ended = under_cuda(None)
+    assert ended.returncode == 0 and "SMs" not in ended.stderr, ended.stderr
+
+
+@pytest.mark.slow
+def test_cuda_without_triton():
+    ended = under_cuda("cuda_without_triton")
+    assert ended.returncode == 1 and "too old to be supported by the triton GPU compiler" in ended.stderr
 
 
 def test_two_step_variance():

@@ -39,7 +39,7 @@ def test_a_device_that_is_not_there(bad):
 
 
 def test_a_device_of_another_type():
-    with pytest.raises(ValueError, match="expected an openreg device, but got cpu"):
+    with pytest.raises(ValueError, match="expected a device of type openreg, but got cpu"):
         torch.openreg.set_device("cpu")
 
 

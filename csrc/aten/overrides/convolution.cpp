@@ -67,6 +67,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward_overrideable
   }));
 }
 
+// Checks what PyTorch checks before it chooses an algorithm.
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+    at::IntArrayRef output_padding, int64_t groups) {
+  const auto check = [&](const char* name, const at::Tensor& parameter) {
+    TORCH_CHECK(input.options().type_equal(parameter.options()), "Input type (", input.toString(), ") and ", name,
+        " type (", parameter.toString(), ") should be the same");
+  };
+  check("weight", weight);
+  if (bias && bias->defined()) check("bias", *bias);
+  return convolution_overrideable(
+      input, weight, bias, stride, padding, dilation, transposed, output_padding, groups);
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& grad, const at::Tensor& input,
     const at::Tensor& weight, at::OptionalIntArrayRef, at::IntArrayRef stride, at::IntArrayRef padding,
     at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups,
@@ -82,7 +96,7 @@ OPENREG_LIBRARY_IMPL(aten, dense, m) {
   m.impl("convolution_backward_overrideable", convolution_backward_overrideable);
   if (!is_cuda()) return;
   // For CUDA, PyTorch chooses among the algorithms of CUDA's libraries, and never the overrideable one.
-  m.impl("convolution", convolution_overrideable);
+  m.impl("convolution", convolution);
   m.impl("convolution_backward", convolution_backward);
 }
 

@@ -9,6 +9,8 @@
 #include <cmath>
 #include <optional>
 
+#include "backend/identity/identity.h"
+
 namespace openreg {
 namespace {
 
@@ -157,7 +159,7 @@ bool scatter_multiplies(const c10::IValue* arguments) {
 
 void refuse_nondeterministic(const std::string& op) {
   if (at::globalContext().deterministicAlgorithms())
-    at::globalContext().alertNotDeterministic(op + " on openreg, as on CUDA,");
+    at::globalContext().alertNotDeterministic(c10::str(op, " on ", identity.name, ", as on CUDA,"));
 }
 
 } // namespace openreg

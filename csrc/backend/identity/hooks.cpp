@@ -4,6 +4,9 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 
+#include <map>
+#include <string>
+
 #include "backend/allocator.h"
 #include "backend/device_index.h"
 #include "backend/generator.h"
@@ -57,8 +60,18 @@ struct CUDAHooks final : Hooks<at::CUDAHooksInterface> {
   bool hasCUDA() const override { return true; }
   c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
   at::Allocator* getCUDADeviceAllocator() const override { return c10::GetAllocator(identity.type); }
-  int64_t cuFFTGetPlanCacheMaxSize(c10::DeviceIndex) const override { return 0; }
-  void cuFFTSetPlanCacheMaxSize(c10::DeviceIndex, int64_t) const override {}
+  std::string showConfig() const override { return "  - CUDA: simulated by openreg_ops\n"; }
+  // There are no plans, but a program may set how many it wants to keep.
+  int64_t cuFFTGetPlanCacheMaxSize(c10::DeviceIndex device) const override { return plans()[device]; }
+  void cuFFTSetPlanCacheMaxSize(c10::DeviceIndex device, int64_t size) const override { plans()[device] = size; }
+  static std::map<c10::DeviceIndex, int64_t>& plans() {
+    static std::map<c10::DeviceIndex, int64_t> sizes = [] {
+      std::map<c10::DeviceIndex, int64_t> all;
+      for (int device = 0; device < device_count(); ++device) all[static_cast<c10::DeviceIndex>(device)] = 4096;
+      return all;
+    }();
+    return sizes;
+  }
   int64_t cuFFTGetPlanCacheSize(c10::DeviceIndex) const override { return 0; }
   void cuFFTClearPlanCache(c10::DeviceIndex) const override {}
   int getNumGPUs() const override { return deviceCount(); }

@@ -1,5 +1,10 @@
 #include "backend/identity/identity.h"
 
+#define FMT_HEADER_ONLY // Kineto's headers use fmt, which torch does not export
+#define USE_KINETO
+#define KINETO_NAMESPACE libkineto
+#include <libkineto.h>
+#include <torch/csrc/profiler/standalone/privateuse1_profiler.h>
 #include <torch/csrc/profiler/stubs/base.h>
 
 #include <string_view>
@@ -41,6 +46,12 @@ Identity choose_identity() noexcept {
 void register_profiler(torch::profiler::impl::ProfilerStubs* stubs) {
   is_cuda() ? torch::profiler::impl::registerCUDAMethods(stubs)
             : torch::profiler::impl::registerPrivateUse1Methods(stubs);
+}
+
+// PyTorch gives Kineto the plugin of PrivateUse1 only if a program has named that device.
+void register_profiler_plugin(std::function<std::unique_ptr<libkineto::IActivityProfiler>()> make) {
+  if (is_cuda()) libkineto::api().registerProfilerFactory(std::move(make));
+  else torch::profiler::impl::PrivateUse1ProfilerRegistry::instance().registerFactory(std::move(make));
 }
 
 } // namespace openreg

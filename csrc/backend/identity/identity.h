@@ -6,8 +6,14 @@
 #include <c10/core/DispatchKeySet.h>
 #include <torch/library.h>
 
+#include <functional>
+#include <memory>
+
 namespace torch::profiler::impl {
 struct ProfilerStubs;
+}
+namespace libkineto {
+class IActivityProfiler;
 }
 
 namespace openreg {
@@ -52,6 +58,8 @@ bool register_stub(Stub& stub, typename Stub::FnPtr kernel) {
 
 // Sets the functions that torch.autograd.profiler calls for the device.
 void register_profiler(torch::profiler::impl::ProfilerStubs* stubs);
+// Gives Kineto a plugin, which is created when a program first profiles.
+void register_profiler_plugin(std::function<std::unique_ptr<libkineto::IActivityProfiler>()> make);
 
 inline c10::Device device_at(int index) {
   return {identity.type, static_cast<c10::DeviceIndex>(index)};

@@ -36,6 +36,10 @@ void check_not_forked() {
       " with multiprocessing, you must use the 'spawn' start method");
 }
 
+bool initialized() noexcept {
+  return device_used && !forked();
+}
+
 void initialize() {
   check_not_forked();
   device_used = true;

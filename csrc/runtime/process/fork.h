@@ -15,6 +15,8 @@ void check_not_forked();
 // Records that torch has initialized the device in this process, which it does before the first use from Python and
 // which counts as a use. Throws in such a child.
 void initialize();
+// Returns true if this process has used the device.
+bool initialized() noexcept;
 
 // Records that this process has used a device. Called before a fork().
 void note_use() noexcept;
