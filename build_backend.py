@@ -12,6 +12,7 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
@@ -32,8 +33,15 @@ get_requires_for_build_wheel = get_requires_for_build_editable = get_requires_fo
 
 
 def _with_startup(folder: str, wheel: str) -> str:
-    with WheelFile(Path(folder, wheel), "a") as file:
-        file.write("openreg_device.pth")
+    """Write the wheel again, with the file and a RECORD that has it."""
+    path = Path(folder, wheel)
+    whole = path.rename(path.with_suffix(".built"))
+    with ZipFile(whole) as source, WheelFile(path, "w") as target:
+        for file in source.infolist():
+            if not file.filename.endswith(".dist-info/RECORD"):
+                target.writestr(file, source.read(file))
+        target.write("openreg_device.pth")
+    whole.unlink()
     return wheel
 
 
