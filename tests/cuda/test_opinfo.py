@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.processes import python
 
 pytestmark = pytest.mark.processes
 
@@ -46,10 +45,7 @@ for name, dtype, checks in cases():
 
 
 def test_operators_and_modules():
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "OPENREG_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=600,
-    )  # fmt: skip
+    result = python("-c", PROGRAM, opinfo=True, OPENREG_DEVICE="cuda", OMP_NUM_THREADS="1")
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"operator"')]
     last = f"{lines[-1]['operator']} in {lines[-1]['dtype']}" if lines else "the first case"
     assert result.returncode == 0, f"the process ended at {last}:\n{result.stderr[-2000:]}"
