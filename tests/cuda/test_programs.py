@@ -10,8 +10,21 @@ import pytest
 from tests.processes import python
 
 PROGRAMS = {path.stem: path for path in sorted(Path(__file__).with_name("programs").glob("*.py"))}
-COMPILES = {"compiled", "cpp_extension"}
-SLOW = COMPILES | {"assert_close_devices", "ddp_features", "ddp_nccl", "fsdp1", "fsdp2", "tensor_parallel"}
+COMPILES = {"compiled", "compiled_transformer", "cpp_extension"}
+SLOW = COMPILES | {
+    "assert_close_devices",
+    "custom_op",
+    "ddp_features",
+    "ddp_nccl",
+    "device_errors",
+    "exported_program",
+    "fsdp1",
+    "fsdp2",
+    "multiprocessing_share",
+    "nccl_collectives",
+    "tensor_parallel",
+    "visible_devices",
+}
 
 
 def _marked(name):
