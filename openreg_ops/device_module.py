@@ -43,11 +43,12 @@ def register() -> None:
     others = {"faults": faults, "nvtx": nvtx, "_sanitizer": sanitizer}
     for name, part in {**flat, **others}.items():
         if is_cuda and importlib.util.find_spec(f"torch.cuda.{name}"):
-            theirs = importlib.import_module(f"torch.cuda.{name}")
-            vars(theirs).update({key: value for key, value in vars(part).items() if not key.startswith("__")})
-        else:
-            setattr(module, name, part)
-            sys.modules[f"torch.{identity.module}.{name}"] = part
+            ours = {key: value for key, value in vars(part).items() if not key.startswith("__")}
+            part = importlib.import_module(f"torch.cuda.{name}")  # noqa: PLW2901
+            vars(part).update(ours)
+        setattr(module, name, part)
+        for parent in {"openreg", identity.module}:
+            sys.modules[f"torch.{parent}.{name}"] = part
     module.reset_device = faults.reset_device
     module.schedules = schedules
     module.AcceleratorError = torch.AcceleratorError
@@ -55,7 +56,7 @@ def register() -> None:
     module._sleep = streams._sleep
     if not is_cuda:
         module.__path__ = []  # so that `import torch.openreg.random` works
-    module.__all__ = [name for part in public for name in part.__all__]
+    module.__all__ = sorted({*getattr(module, "__all__", ()), *(name for part in public for name in part.__all__)})
     module._is_in_bad_fork = devices._is_in_bad_fork
     module._initialized = True  # torch.utils.checkpoint saves random state only where this is true
     module._lazy_init = devices.init

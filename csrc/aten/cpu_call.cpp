@@ -168,6 +168,7 @@ c10::DeviceIndex CpuCall::device() {
 
 void CpuCall::set_device(c10::DeviceIndex device) {
   device_ = device;
+  if (C10_UNLIKELY(refused_.defined())) refuse(refused_);
   lend_.to(device);
 }
 
@@ -229,6 +230,10 @@ const at::Tensor& CpuCall::host(const at::Tensor& tensor, bool write) {
   }
   if (devices_ == kAny && tensor.is_cpu()) {
     expect_memory(name_, tensor);
+    return tensor;
+  }
+  if (device_ < 0 && devices_ == kSame) {
+    refused_ = tensor;
     return tensor;
   }
   refuse(tensor);
@@ -371,6 +376,8 @@ void CpuCall::alias_special(Slot& slot) {
 }
 
 at::Generator CpuCall::generator(const std::optional<at::Generator>& generator) {
+  TORCH_CHECK(!refused_.defined(), "Expected a '", refused_.device().type(),
+      "' device type for generator but found '", identity.name, "'; make it with torch.Generator(device=...)");
   const at::Generator& used = generator && generator->defined() ? *generator : default_generator(device());
   TORCH_CHECK(on_device(used.device()) && used.device().index() == device(), "Expected a generator on ",
       device_at(device()), " but found one on ", used.device(), "; make it with torch.Generator(device=...)");

@@ -112,6 +112,7 @@ class CpuCall {
   const char* name_;
   c10::DeviceIndex device_ = -1;
   bool host_tensors_ = false, scalars_checked_ = false;
+  at::Tensor refused_; // a host tensor, until the device is known, which the error names
   LendDeviceMemory lend_;
   c10::impl::ExcludeDispatchKeyGuard below_autograd_;
   std::vector<c10::StorageImpl*> host_storages_; // of the CPU tensors that were passed

@@ -1,6 +1,10 @@
 #include "backend/graph.h"
 
+#include <algorithm>
+#include <cctype>
 #include <fstream>
+#include <memory>
+#include <string>
 
 #include "backend/device_index.h"
 #include "backend/identity/identity.h"
@@ -10,11 +14,19 @@
 #include "runtime/process/fork.h"
 #include "runtime/stream/stream.h"
 
-namespace at {
-REGISTER_GRAPH_IMPL(OPENREG, openreg::DeviceGraph) // torch looks for the device's name in upper case
-} // namespace at
-
 namespace openreg {
+namespace {
+
+[[maybe_unused]] const bool registered = [] {
+  std::string key = identity.name; // torch looks for it in upper case
+  std::transform(key.begin(), key.end(), key.begin(), [](unsigned char c) { return std::toupper(c); });
+  at::GraphImplRegistry()->Register(key, [](at::GraphImplArgs args) -> std::unique_ptr<at::GraphImplInterface> {
+    return std::make_unique<DeviceGraph>(args);
+  });
+  return true;
+}();
+
+} // namespace
 
 DeviceGraph::~DeviceGraph() {
   reset();

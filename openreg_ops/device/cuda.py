@@ -94,7 +94,9 @@ def _bindings() -> dict[str, Any]:
         "_cuda_getMemoryFraction": memory.get_per_process_memory_fraction,
         "_cuda_setMemoryFraction": memory.set_per_process_memory_fraction,
         "_cuda_memorySnapshot": lambda *_: memory._snapshot(),
-        "_cuda_cudaCachingAllocator_raw_alloc": lambda size, stream: memory.caching_allocator_alloc(size, stream=stream),
+        "_cuda_cudaCachingAllocator_raw_alloc": lambda size, stream: memory.caching_allocator_alloc(
+            size, stream=stream
+        ),
         "_cuda_cudaCachingAllocator_raw_delete": memory.caching_allocator_delete,
         "_cuda_get_sync_debug_mode": sync_debug.get_sync_debug_mode,
         "_cuda_set_sync_debug_mode": sync_debug.set_sync_debug_mode,

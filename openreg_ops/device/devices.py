@@ -90,7 +90,8 @@ def _uuid(index: int) -> uuid.UUID:
             machine = uuid.UUID(file.read().strip())
     except (OSError, ValueError):
         machine = uuid.NAMESPACE_OID
-    return uuid.uuid5(machine, f"openreg:{index}")
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "") if identity.name == "cuda" else ""
+    return uuid.uuid5(machine, f"openreg:{listed.split(',')[index] if listed else index}")
 
 
 # torch.cuda's name for "created by fork() after the parent had used a device".

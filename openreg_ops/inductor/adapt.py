@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch._functorch._aot_autograd import aot_autograd_result
-from torch._inductor import codecache, config, cudagraph_utils, ir, lowering, output_code, scheduler, utils
+from torch._inductor import codecache, config, cpp_builder, cudagraph_utils, ir, lowering, output_code, scheduler, utils
 from torch._inductor.codegen import common
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
@@ -140,6 +140,12 @@ def device_of_the_result(original: Any) -> Any:
 def cuda_is_not_a_gpu(original: Any) -> Any:
     """Under the name cuda, the device's code is C++; Inductor writes Triton for CUDA and tunes it to the GPU."""
     return [name for name in original if name != identity.name]
+
+
+@replaces(cpp_builder, "get_cpp_torch_device_options")
+def cuda_without_its_libraries(original: Any) -> Any:
+    """Under the name cuda, compiled C++ needs neither CUDA's headers nor its libraries."""
+    return lambda device_type, **options: original(device_type=_as_cpu(device_type), **options)
 
 
 @replaces(scheduler.Scheduler, "create_backend")

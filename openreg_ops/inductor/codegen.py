@@ -30,6 +30,7 @@ from openreg_ops.identity import identity
 from openreg_ops.inductor import adapt, operators
 
 CPU = torch.device("cpu")
+_DEVICE_TYPE = "cuda" if identity.name == "cuda" else "privateuse1"
 
 
 class KernelArgs(common.KernelArgs):
@@ -268,7 +269,7 @@ class CppWrapper(cpp_wrapper_cpu.CppWrapperCpu):
             "#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
             "#include <string_view>\n"
             "#define aoti_torch_device_type_cpu() "
-            '(std::string_view(__func__) == "parse_device_str" ? aoti_torch_device_type_privateuse1() '
+            f'(std::string_view(__func__) == "parse_device_str" ? aoti_torch_device_type_{_DEVICE_TYPE}() '
             ": (aoti_torch_device_type_cpu)())\n"
             "#include <torch/csrc/inductor/aoti_runtime/model_base.h>\n"
             "#undef aoti_torch_device_type_cpu\n"
@@ -303,7 +304,10 @@ class CppWrapper(cpp_wrapper_cpu.CppWrapperCpu):
 
 
 def _declarations() -> str:
-    return "\n".join(f'extern "C" decltype(aoti_torch_cpu_{name}) aoti_torch_openreg_{name};' for name in SHIMS)
+    lines = [f'extern "C" decltype(aoti_torch_cpu_{name}) aoti_torch_openreg_{name};' for name in SHIMS]
+    if identity.name != "openreg":
+        lines += [f"#define aoti_torch_{identity.name}_{name} aoti_torch_openreg_{name}" for name in SHIMS]
+    return "\n".join(lines)
 
 
 def _flush() -> None:
@@ -329,7 +333,7 @@ class DeviceOverrides(common.DeviceOpOverrides):
         return f"torch.openreg.device({device_idx})"
 
     def aten_device_type(self) -> str:  # used by torch 2.15; see register() for earlier versions
-        return "at::kPrivateUse1"
+        return "at::kCUDA" if identity.name == "cuda" else "at::kPrivateUse1"
 
     def current_stream(self) -> str:
         return "torch.openreg.current_stream()"

@@ -16,7 +16,7 @@ from openreg_tools.core.blocks import counted
 __all__ = ["CudaReport"]
 
 # What a test's own skip or an operator's error says if it needs a GPU's libraries.
-_NEEDS = re.compile(r"\b(triton|nvcc|cuda_home|cudnn|cublas\w*|cutlass|nvrtc|nvml|nccl|cupy)\b", re.I)
+_NEEDS = re.compile(r"\b(triton|nvcc|cuda_home|cudnn|cublas\w*|cutlass|nvrtc|nvml|nccl|cupy)", re.I)
 
 
 class CudaReport:
@@ -45,7 +45,7 @@ class CudaReport:
         error = call.excinfo.value if call.excinfo else None
         where = f"{item.location[0]}:{(item.location[1] or 0) + 1}"
         if type(error).__name__ == "OpenregSanitizerErrors":
-            self.races.append(f"{where}: {next(filter(None, map(str.strip, str(error).splitlines())))}")
+            self.races.append(f"{where}: {next(line for line in str(error).splitlines() if 'found' in line)}")
         elif isinstance(error, NotImplementedError | ImportError | OSError | pytest.skip.Exception) and known == len(
             refusals
         ):

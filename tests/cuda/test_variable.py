@@ -56,7 +56,9 @@ def test_a_capability_can_be_pretended():
         "torch.version.cuda, c.get_gencode_flags())"
     )
     ended = python("-c", code, OPENREG_DEVICE="cuda:sm_86")
-    assert ended.stdout.strip() == "(8, 6) (8, 6) ['sm_86'] True 13.0 -gencode compute=compute_86,code=sm_86", ended.stderr
+    assert ended.stdout.strip() == "(8, 6) (8, 6) ['sm_86'] True 13.0 -gencode compute=compute_86,code=sm_86", (
+        ended.stderr
+    )
 
 
 def test_every_process_of_a_program_has_it(tmp_path):
@@ -72,3 +74,57 @@ def test_every_process_of_a_program_has_it(tmp_path):
     program.write_text(code)
     ended = python(program, OPENREG_DEVICE="cuda")
     assert ended.stdout.strip() == "[2.0, 2.0, 2.0] cuda:1", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("listed", "count"), [("0", 1), ("1", 1), ("1,0", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("0,7,1", 1), ("x", 0)]
+)
+def test_visible_devices(listed, count):
+    code = "import torch; print(torch.cuda.device_count(), torch.cuda.is_available(), (torch.ones(2) + 1).tolist())"
+    ended = python("-c", code, OPENREG_DEVICE="cuda", CUDA_VISIBLE_DEVICES=listed)
+    assert ended.stdout.strip() == f"{count} {count > 0} [2.0, 2.0]", ended.stderr
+
+
+def test_visible_devices_are_cudas():
+    assert python("-c", "import torch; print(torch.openreg.device_count())", CUDA_VISIBLE_DEVICES="0").stdout == "2\n"
+
+
+def test_the_report_of_a_run(tmp_path):
+    """Tests that ran, races with the sanitizer, and each place that needs a GPU; the same from several processes."""
+    (tmp_path / "test_mine.py").write_text(
+        "import pytest, torch\n"
+        "@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs CUDA')\n"
+        "def test_add(): assert (torch.ones(2, device='cuda') + 1).sum() == 4\n"
+        "def test_host(): assert torch.ones(2).sum() == 2\n"
+        "def test_triton(): pytest.importorskip('triton_for_gpus')\n"
+        "def test_nvml():\n"
+        "    with pytest.raises(NotImplementedError): torch.cuda.temperature()\n"
+        "def test_cudnn(): torch.cudnn_is_acceptable(torch.ones(1)); torch.ops.aten.cudnn_grid_sampler(*2 * [torch.ones(1).cuda()])\n"
+        "def test_race():\n"
+        "    x, side = torch.ones(5, device='cuda'), torch.cuda.Stream()\n"
+        "    x += 1\n"
+        "    with torch.cuda.stream(side): x += 1\n"
+    )
+    for options, found in (("-q", "sanitizer: 1 race"), ("-n2", "sanitizer: off")):
+        on = "0" if found.endswith("off") else "1"
+        ended = python(
+            "-m", "pytest", options, "-p", "no:cacheprovider", "test_mine.py",
+            cwd=tmp_path, OPENREG_DEVICE="cuda", OPENREG_SANITIZER=on,
+        )  # fmt: skip
+        report = ended.stdout[ended.stdout.index("cuda, simulated") :]
+        assert "3 tests ran work on the simulated device" in report, ended.stdout
+        assert found in report and ("test_mine.py:9: openreg's sanitizer found a possible data race" in report) == (
+            on == "1"
+        )
+        assert "3 places asked for what only a GPU has" in report
+        for place in (
+            "test_mine.py:5: skipped: could not import 'triton_for_gpus'",
+            "test_mine.py:7: torch.cuda.temperature() needs NVML",
+            "test_mine.py:8: aten::cudnn_grid_sampler has no kernel for cuda. PyTorch calls cuDNN here",
+        ):
+            assert place in report, report
+
+
+def test_without_the_name_there_is_no_report(tmp_path):
+    (tmp_path / "test_mine.py").write_text("def test(): pass\n")
+    assert "simulated" not in python("-m", "pytest", "test_mine.py", cwd=tmp_path).stdout

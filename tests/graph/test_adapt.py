@@ -116,6 +116,25 @@ def test_cuda_without_triton():
     assert ended.returncode == 1 and "too old to be supported by the triton GPU compiler" in ended.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("adaptation", ["cuda_without_its_libraries", None])
+def test_cuda_without_its_libraries(adaptation, tmp_path):
+    code = (
+        "import torch, torch._inductor.compile_fx, sys\n"
+        "from openreg_ops.inductor.adapt import ADAPTATIONS\n"
+        f"if {adaptation!r}: ADAPTATIONS[{adaptation!r}].put(ADAPTATIONS[{adaptation!r}].original)\n"
+        "module, x = torch.nn.Linear(4, 2).cuda(), torch.randn(3, 4, device='cuda')\n"
+        "with torch.no_grad():\n"
+        "    package = torch._inductor.aoti_compile_and_package(torch.export.export(module, (x,)), package_path=sys.argv[1])\n"
+        "    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), module(x))"
+    )
+    ended = python("-c", code, str(tmp_path / "model.pt2"), OPENREG_DEVICE="cuda")
+    assert ("a CUDA extension needs nvcc" in ended.stderr, ended.returncode) == (
+        bool(adaptation),
+        int(bool(adaptation)),
+    )
+
+
 def test_two_step_variance():
     assert_same_only_with("two_step_variance", lambda x: F.layer_norm(x, (100,)), torch.randn(32, 100))
 

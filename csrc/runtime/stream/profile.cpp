@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <mutex>
 #include <new>
 #include <string_view>
 #include <utility>
 
+#include "runtime/device.h"
 #include "runtime/process/fork.h"
 #include "runtime/process/interrupts.h"
 #include "runtime/stream/queue.h"
@@ -91,10 +93,15 @@ detail::Running* describe(Stream stream, const openreg_site& site) noexcept try 
   return nullptr;
 }
 
+// "openregLaunchKernel", which is "cudaLaunchKernel" under that name.
+std::string call_name(const char* name) {
+  return device_name() + std::string(name).substr(std::strlen("openreg"));
+}
+
 // The host's part of a launch is done.
 void keep_call(const detail::Running& running) {
   Activity call = running.work;
-  call.name = call.kind == Site::kCopy ? "openregMemcpyAsync" : "openregLaunchKernel";
+  call.name = call_name(call.kind == Site::kCopy ? "openregMemcpyAsync" : "openregLaunchKernel");
   call.on = Activity::kHost;
   call.begin = running.called;
   call.end = now();
@@ -149,7 +156,7 @@ std::int64_t detail::begin_call() noexcept {
 void detail::end_call(const char* name, std::int64_t begin) noexcept try {
   const Scopes& in = scopes();
   keep(in.session,
-      {Activity::kHost, Site::kWait, name, {}, begin, now(), 0, in.operation(), in.ranges, 0, thread_number()});
+      {Activity::kHost, Site::kWait, call_name(name), {}, begin, now(), 0, in.operation(), in.ranges, 0, thread_number()});
 } catch (const std::bad_alloc&) {
 }
 

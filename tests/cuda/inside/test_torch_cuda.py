@@ -67,7 +67,9 @@ def test_what_needs_a_gpu_says_so(name):
         f"{name}() needs {cuda._REFUSED[name]}, which a simulated device does not have; run this on a GPU"
     )
     (refusal,) = refusals[known:]
-    assert refusal[:2] == (f"{name}()", cuda._REFUSED[name]) and refusal.line.startswith("tests/cuda/inside/test_torch_cuda.py:")
+    assert refusal[:2] == (f"{name}()", cuda._REFUSED[name]) and refusal.line.startswith(
+        "tests/cuda/inside/test_torch_cuda.py:"
+    )
 
 
 def test_compilers_for_a_gpu_say_so():
@@ -83,7 +85,9 @@ def test_compilers_for_a_gpu_say_so():
 
 def test_operators_of_libraries_say_so():
     x = torch.ones(1, 1, 4, 4, device="cuda")
-    with pytest.raises(NotImplementedError, match="aten::cudnn_convolution has no kernel for cuda. PyTorch calls cuDNN"):
+    with pytest.raises(
+        NotImplementedError, match="aten::cudnn_convolution has no kernel for cuda. PyTorch calls cuDNN"
+    ):
         torch.cudnn_convolution(x, x, (0, 0), (1, 1), (1, 1), 1, False, False, False)
 
 
@@ -123,7 +127,9 @@ def test_storages(device):
 def test_errors_have_cudas_sentences():
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. .* GPU 1 has a total capacity of"):
         torch.empty(2**60, device="cuda:1")
-    with pytest.raises(RuntimeError, match="CUDA error: invalid device ordinal 7; there are 2 devices, cuda:0 to cuda:1"):
+    with pytest.raises(
+        RuntimeError, match="CUDA error: invalid device ordinal 7; there are 2 devices, cuda:0 to cuda:1"
+    ):
         torch.ones(1, device="cuda:7")
     with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu!"):
         torch.ones(2, device="cuda") + torch.ones(2)
@@ -143,3 +149,69 @@ def test_the_profiler_has_the_activity():
     assert product.self_device_time_total > 0 and "Self CUDA" in profile.key_averages().table()
     kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert "aten::mm kernel" in [event.name for event in kernels]
+
+
+@pytest.mark.parametrize("name", ["amp", "faults", "graphs", "memory", "nvtx", "random", "streams", "_sanitizer"])
+def test_modules_have_both_names(name):
+    import importlib
+
+    ours, theirs = (importlib.import_module(f"torch.{parent}.{name}") for parent in ("openreg", "cuda"))
+    assert ours is theirs is getattr(torch.cuda, name)
+
+
+def test_graphs_of_the_accelerator():
+    x, graph = torch.ones(3, device="cuda"), torch.accelerator.Graph()
+    with torch.cuda.stream(torch.cuda.Stream()), graph:
+        y = x + 1
+    x.fill_(4)
+    graph.replay()
+    assert y.tolist() == [5.0, 5, 5]
+
+
+def test_the_sanitizer_has_both_names():
+    assert torch.cuda._sanitizer.enable_cuda_sanitizer is torch.cuda._sanitizer.enable_openreg_sanitizer
+    x, side = torch.ones(1000, device="cuda"), torch.cuda.Stream()
+    with torch.cuda._sanitizer.sanitize(), pytest.raises(Exception, match="stream 1 of cuda:0|stream [0-9]+ of cuda:0"):
+        x.add_(1)
+        with torch.cuda.stream(side):
+            x.add_(1)
+
+
+def test_nvtx_ranges_around_every_operator():
+    with torch.autograd.profiler.emit_nvtx():
+        assert (torch.ones(3, device="cuda") * 2).tolist() == [2.0, 2, 2]
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_packed_sequences_move(kind):
+    module = getattr(torch.nn, kind)(3, 4).cuda()
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(4, 3), torch.ones(2, 3)]).cuda()
+    assert module(packed)[0].data.is_cuda
+
+
+def test_streams_and_events_have_cudas_attributes():
+    stream, event = torch.cuda.Stream(1), torch.cuda.Event()
+    assert stream.cuda_stream == stream.native_handle != torch.cuda.default_stream(1).cuda_stream
+    assert torch.cuda.ExternalStream(stream.cuda_stream, device=1) == stream
+    assert event.cuda_event == 0
+    event.record(stream)
+    assert event.cuda_event != 0
+
+
+def test_plans_are_numbers_to_set():
+    cache = torch.backends.cuda.cufft_plan_cache
+    cache[1].max_size = 10
+    assert (cache[0].max_size, cache[1].max_size, cache[1].size) == (4096, 10, 0)
+    cache[1].clear()
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        assert torch.backends.cudnn.benchmark
+
+
+def test_convolutions_name_the_type():
+    module, x = torch.nn.Conv2d(1, 1, 2).cuda(), torch.ones(1, 1, 3, 3)
+    message = r"Input type \({}\) and weight type \(torch.cuda.FloatTensor\) should be the same"
+    with pytest.raises(RuntimeError, match=message.format("torch.FloatTensor")):
+        module(x)
+    module.bias = None
+    with pytest.raises(RuntimeError, match=message.format("torch.cuda.HalfTensor")):
+        module(x.cuda().half())
