@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from openreg_tools.core import child, device, options
 from openreg_tools.core.blocks import all_lines
+from openreg_tools.core.options import Wrong
 from openreg_tools.core.report import Progress, add_output, write
-from openreg_tools.ladder.report import Checked, Ladder
+from openreg_tools.ladder.report import Checked, Ladder, Program
 from openreg_tools.ladder.rung import IMPORTS, RUNGS, Rung, Skip, imports
 
 _FRESH = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}  # a code generator that has changed writes other kernels
@@ -83,7 +86,23 @@ def climb(arguments: argparse.Namespace) -> Ladder:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         outcomes = pool.map(lambda rung: run(rung, arguments, progress), rungs)
         return Ladder(arguments.device, {rung.number: found for rung, found in zip(rungs, outcomes, strict=True)},
-                      arguments.require)  # fmt: skip
+                      arguments.require, arguments.trace)  # fmt: skip
+
+
+def recorded(path: str) -> Program:
+    """The operators in a file that `trace --json` wrote.
+
+    Raises:
+        Wrong: it is not such a file.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+        names = dict.fromkeys(row["operator"] for row in found["operators"])
+        return Program(found["name"] or Path(path).name, tuple(names))
+    except OSError as error:
+        raise Wrong(f"{path} cannot be read: {error.strerror}; write it with `openreg-tools trace --json`") from None
+    except (ValueError, TypeError, KeyError):
+        raise Wrong(f"expected a file that `openreg-tools trace --json` wrote, but got {path}") from None
 
 
 # ---- the command ----
@@ -107,6 +126,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=options.count, default=os.cpu_count(), help="rungs to run at a time (default: one per core)"
     )
+    parser.add_argument("--trace", nargs="+", default=(), metavar="FILE",
+                        help="also report the operators of programs, from files that `trace --json` wrote")  # fmt: skip
     add_output(parser)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
 
@@ -115,12 +136,13 @@ def main(arguments: argparse.Namespace) -> int:
     """0 if the required rungs are reached, 1 if not.
 
     Raises:
-        Wrong: there is no such device.
+        Wrong: there is no such device, or a file of --trace is not one.
     """
     device.load(arguments.modules, arguments.device)
     arguments.device = device.target_of(arguments.device).device
     if arguments.worker:
         serve(arguments.device)
         return 0
+    arguments.trace = tuple(recorded(path) for path in arguments.trace)
     os.environ[IMPORTS] = ",".join(arguments.modules)
     return write(climb(arguments), arguments)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from openreg_tools.core.blocks import Block, Box, Cell, PageOnly, Section, Table, Text, seconds
+from openreg_tools import dispatch
+from openreg_tools.core.blocks import Block, Box, Cell, PageOnly, Section, Table, Text, counted, seconds
+from openreg_tools.core.device import target_of
 from openreg_tools.core.report import Report
 from openreg_tools.ladder.rung import RUNGS, TRANSLATION, Check, address
 from openreg_tools.operators import operators
 
 MARKS = {"pass": "reached", "fail": "not reached"}
+SHARES = ("kernel", "composite", "fallback", "refused")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +30,35 @@ class Checked:
     seconds: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program that `trace` recorded: its name and the operators that it called."""
+
+    name: str
+    operators: tuple[str, ...]
+
+    def by_kind(self, key: str) -> dict[str, list[str]]:
+        """The operators by what serves them at a dispatch key, each one of dispatch.HAS.
+
+        A structured operator without a kernel of its own is replaced by the out variant that it runs.
+        """
+        found: dict[str, list[str]] = {kind: [] for kind in dispatch.HAS}
+        for op in self.operators:
+            if dispatch.has(op, key).kind == "composite":
+                op = dispatch.delegate_of(op) or op
+            if op not in (names := found[dispatch.has(op, key).kind]):
+                names.append(op)
+        return found
+
+
 @dataclasses.dataclass
 class Ladder(Report):
-    """The outcomes of every rung's checks."""
+    """The outcomes of every rung's checks, and the operators of `programs`."""
 
     device: str
     outcomes: dict[int, list[Checked]]
     require: int = len(RUNGS)
+    programs: tuple[Program, ...] = ()
 
     def __post_init__(self) -> None:
         self.title = f"ladder of {self.device}"
@@ -74,7 +99,15 @@ class Ladder(Report):
         yield Table(rows, left=2)
         if self.first:
             yield Section("The first check that fails", list(self._failure(self.first)))
-        yield Section(f"Operators of torch {torch.__version__}", [Table(self._shares(), left=1)])
+        used = self._used()
+        rows = [*self._shares(), *([f"used by {name}", *shares] for name, shares, _ in used)]
+        missing = [
+            Text(
+                f"{name} uses {counted(len(names), 'operator')} without a kernel{': ' if names else ''}{', '.join(names)}."
+            )
+            for name, _, names in used
+        ]
+        yield Section(f"Operators of torch {torch.__version__}", [Table(rows, left=1, fit=True), *missing])
         if page:
             for rung in self.rungs:
                 failed = not self.is_reached(rung.number)
@@ -95,12 +128,18 @@ class Ladder(Report):
     def _shares(self) -> list[list[Any]]:
         """How many operators have a kernel, by class."""
         totals = operators(self.device).totals()
-        rows = [["class", "kernel", "composite", "fallback", "refused"]]
-        for kind in ("required", "structured", "explicit", "implicit"):
-            has, count = totals[kind], totals[kind].total()
-            shares = [has["own"] + has["shared"], has["composite"], has["fallback"], has["refused"]]
-            rows.append([kind, *(f"{number} ({number / count:.0%})" for number in shares)])
+        rows = [["operators", *SHARES]]
+        rows += [[kind, *_shares(totals[kind])] for kind in ("required", "structured", "explicit", "implicit")]
         return rows
+
+    def _used(self) -> list[tuple[str, list[str], list[str]]]:
+        """Each program's name, how many of its operators have a kernel, and those that fall back or raise."""
+        used = []
+        for program in self.programs:
+            found = program.by_kind(target_of(self.device).key)
+            missing = [f"{op} ({kind})" for kind in ("fallback", "refused") for op in found[kind]]
+            used.append((program.name, _shares({kind: len(names) for kind, names in found.items()}), missing))
+        return used
 
     def dict(self) -> dict[str, Any]:
         head, *rows = self._shares()
@@ -119,6 +158,10 @@ class Ladder(Report):
                 for rung in self.rungs
             ],
             "operators": {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows},
+            "programs": [
+                {"name": name, **dict(zip(SHARES, shares, strict=True)), "missing": missing}
+                for name, shares, missing in self._used()
+            ],
         }
 
     def _fields(self, outcome: Checked) -> dict[str, Any]:
@@ -163,3 +206,10 @@ def _links(sections: tuple[str, ...]) -> str:
     if any(section.startswith("Extending dispatcher") for section in sections):
         links = (*links, f'<a href="{TRANSLATION}">中文</a>')
     return f"<p>Documents: {', '.join(links)}</p>"
+
+
+def _shares(counts: Mapping[str, int]) -> list[str]:
+    """Numbers by one of dispatch.HAS, as numbers and shares of SHARES."""
+    total = sum(counts.values())
+    numbers = [counts["own"] + counts["shared"], *(counts[kind] for kind in SHARES[1:])]
+    return [f"{number} ({number / max(1, total):.0%})" for number in numbers]

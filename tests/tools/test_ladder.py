@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import openreg_ops
+from openreg_tools.core import options
 from openreg_tools.ladder import command
-from openreg_tools.ladder.report import Checked, Ladder
+from openreg_tools.ladder.report import Checked, Ladder, Program
 from openreg_tools.ladder.rung import RUNGS, Skip, address
+from openreg_tools.trace import trace
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "openreg"
@@ -36,13 +38,17 @@ def climb(*words: str, path: Path | None = None) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.compiles
-def test_a_finished_backend_reaches_the_top():
-    done = climb("--import", "openreg_ops", "--device", DEVICE)
+def test_a_finished_backend_reaches_the_top(tmp_path):
+    (file := tmp_path / "trace.json").write_text('{"name": "", "operators": [{"operator": "aten::_cudnn_rnn"}]}')
+    done = climb("--import", "openreg_ops", "--device", DEVICE, "--trace", str(file))
     found = json.loads(done.stdout)
     verdicts = {(check["name"], check["verdict"], check["said"]) for rung in found["rungs"] for check in rung["checks"]}
     assert {verdict for verdict in verdicts if verdict[1] != "pass"} == set()
     assert (found["reached"], found["first"], done.returncode) == (12, None, 0)
     assert found["operators"]["structured"]["kernel"] == "385 (100%)" or not torch.__version__.startswith("2.13")
+    assert [(program["name"], program["missing"]) for program in found["programs"]] == [
+        ("trace.json", ["aten::_cudnn_rnn (refused)"])
+    ]
 
 
 @pytest.mark.slow
@@ -102,6 +108,37 @@ def test_the_page_draws_the_rungs():
     page = report(r3="fail").html()
     assert page.count('<g class="pass">') == 11 and page.count('<g class="fail">') == 1
     assert all(f"{rung.number} {rung.title}" in page for rung in RUNGS)
+
+
+def test_the_operators_of_a_program(tmp_path):
+    library = torch.library.Library("test_ladder", "DEF")
+    library.define("planted(Tensor x) -> Tensor")
+    library.impl("planted", torch.clone, "CPU")  # and no kernel for the device
+    with trace(DEVICE, name="train.py") as recording:
+        torch.ops.test_ladder.planted(torch.ones(2, device=DEVICE).t())
+    (file := tmp_path / "train.json").write_text(recording.json())
+    found = Ladder(DEVICE, {}, programs=(command.recorded(str(file)), Program("other.py", ("aten::add.Tensor",))))
+    used, other = found.dict()["programs"]
+    assert used.pop("name") == "train.py" and used.pop("missing") == ["test_ladder::planted (fallback)"]
+    assert used["fallback"] == "1 (20%)" and other["kernel"] == "1 (100%)", (used, other)
+    for text in (found.text(), found.html()):
+        assert "train.py uses 1 operator without a kernel: test_ladder::planted (fallback)." in " ".join(text.split())
+        assert "other.py uses no operators without a kernel." in text
+    assert re.search(r"used by train.py +2 \(40%\) +2 \(40%\) +1 \(20%\) +0 \(0%\)\n", found.text()), found.text()
+
+
+def test_a_structured_operator_is_as_good_as_its_out_variant():
+    found = Program("", ("aten::add.out", "aten::add.Tensor", "aten::t", "aten::abs")).by_kind("MPS")
+    assert found["refused"] == ["aten::add.out"] and found["composite"] == ["aten::t", "aten::abs"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"name": "", "operators": [1]}', "\0\udcff"])
+def test_what_trace_did_not_write(text, tmp_path):
+    (file := tmp_path / "other.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(
+        options.Wrong, match="expected a file that `openreg-tools trace --json` wrote, but got .*other.json"
+    ):
+        command.recorded(str(file))
 
 
 # The sections of PyTorch's documents; the fourth document is a translation of the first.
@@ -278,6 +315,7 @@ def test_what_does_not_apply_is_skipped(monkeypatch):
     (("--require", "0"), "expected the number of a rung, 1 to 12, but got '0'"),
     (("--timeout", "0"), "expected seconds above 0, but got '0'"),
     (("--device", "nosuch"), "unknown device 'nosuch'"),
+    (("--trace", "nosuch.json"), "nosuch.json cannot be read: No such file or directory; write it with"),
 ])  # fmt: skip
 def test_bad_options(words, said):
     done = subprocess.run([sys.executable, "-m", "openreg_tools", "ladder", *words], capture_output=True, text=True)

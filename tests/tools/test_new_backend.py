@@ -22,7 +22,7 @@ TOOLS = Path(command.__file__).parents[1]
 
 def test_the_package_is_small_enough_to_read():
     lines = {path: len((command.TEMPLATE / path).read_text().splitlines()) for path in command.files()}
-    assert sum(lines.values()) <= 3500, lines  # a quarter of them are comments and blank lines
+    assert sum(lines.values()) <= 3450, lines  # a quarter of them are comments and blank lines
 
 
 def test_files_name_their_rung_and_document():

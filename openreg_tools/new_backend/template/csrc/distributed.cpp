@@ -153,13 +153,7 @@ struct Backend final : c10d::Backend {
         root ? Tensors() : to_one(tensors[0], opts.rootRank), tensors);
   }
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    return reduce(OpType::ALLREDUCE, tensors, opts.reduceOp, -1);
-  }
-  WorkPointer allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
-    return reduce(OpType::ALLREDUCE_COALESCED, tensors, opts.reduceOp, -1);
-  }
-  WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
-    return reduce(OpType::REDUCE, tensors, opts.reduceOp, opts.rootRank);
+    return reduced(OpType::ALLREDUCE, to_all(tensors[0]), tensors[0], opts.reduceOp);
   }
   WorkPointer allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
     return call(OpType::ALLGATHER, {}, to_all(inputs[0]), outputs[0], outputs[0]);
@@ -167,16 +161,9 @@ struct Backend final : c10d::Backend {
   WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override {
     return call(OpType::_ALLGATHER_BASE, {}, to_all(input), parts(output), {output});
   }
-  WorkPointer alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
-      std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions&) override {
-    return call(OpType::ALLTOALL_BASE, {}, parts(input, input_sizes), parts(output, output_sizes), {output});
-  }
-  WorkPointer reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& opts) override {
-    return reduced(OpType::REDUCE_SCATTER, inputs[0], outputs[0], opts.reduceOp, -1);
-  }
   WorkPointer _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
-    return reduced(OpType::_REDUCE_SCATTER_BASE, parts(input), output, opts.reduceOp, -1);
+    return reduced(OpType::_REDUCE_SCATTER_BASE, parts(input), output, opts.reduceOp);
   }
   WorkPointer send(Tensors& tensors, int peer, int tag) override {
     return call(OpType::SEND, {tag}, to_one(tensors[0], peer), {}, tensors, nullptr, kSend);
@@ -229,29 +216,15 @@ struct Backend final : c10d::Backend {
     return c10::make_intrusive<Work>(rank_, type, std::move(results), stream);
   }
 
-  // Sends inputs[p] to each rank p, or only to `root`, and reduces what this rank gets into `output`.
-  WorkPointer reduced(OpType type, Tensors inputs, const at::Tensor& output, const ReduceOp& op, int64_t root) {
-    const at::Tensor all = at::empty(shape_of_all(output), output.options());
-    const bool receives = root < 0 || root == rank_;
-    for (size_t peer = 0; peer < inputs.size(); ++peer)
-      if (root >= 0 && static_cast<int64_t>(peer) != root) inputs[peer] = at::Tensor();
-    const auto after = [from = View(all), to = View(output, true), op = op.op_] {
-      reduce_ranks(from.tensor(), op, to.tensor());
-    };
-    return call(type, {static_cast<int64_t>(op.op_), root}, inputs, receives ? all.unbind(0) : Tensors(), {output},
-        receives ? std::function<void()>(after) : nullptr);
-  }
-  WorkPointer reduce(OpType type, const Tensors& tensors, const ReduceOp& op, int64_t root) {
-    WorkPointer work;
-    for (const at::Tensor& x : tensors) work = reduced(type, to_all(x), x, op, root);
-    return c10::make_intrusive<Work>(rank_, type, tensors, streams_.at(kCollective));
+  // Sends inputs[p] to each rank p, and reduces what this rank gets into `output`.
+  WorkPointer reduced(OpType type, const Tensors& inputs, const at::Tensor& output, const ReduceOp& op) {
+    auto sizes = output.sizes().vec();
+    sizes.insert(sizes.begin(), size_);
+    const at::Tensor all = at::empty(sizes, output.options());
+    return call(type, {static_cast<int64_t>(op.op_)}, inputs, all.unbind(0), {output},
+        [from = View(all), to = View(output, true), op = op.op_] { reduce_ranks(from.tensor(), op, to.tensor()); });
   }
 
-  std::vector<int64_t> shape_of_all(const at::Tensor& x) {
-    auto sizes = x.sizes().vec();
-    sizes.insert(sizes.begin(), size_);
-    return sizes;
-  }
   Tensors to_all(const at::Tensor& x) { return Tensors(static_cast<size_t>(size_), x); }
   Tensors to_one(const at::Tensor& x, int64_t peer) {
     Tensors all(static_cast<size_t>(size_));
@@ -259,8 +232,7 @@ struct Backend final : c10d::Backend {
     return all;
   }
   // The part of a tensor that belongs to each rank.
-  Tensors parts(const at::Tensor& x, const std::vector<int64_t>& sizes = {}) {
-    if (!sizes.empty()) return x.split_with_sizes(sizes);
+  Tensors parts(const at::Tensor& x) {
     TORCH_CHECK(x.dim() > 0 && x.size(0) % size_ == 0, "acmeccl: expected a first dimension that is a multiple of ",
         size_, ", the number of ranks, but got shape ", x.sizes());
     return x.chunk(size_);

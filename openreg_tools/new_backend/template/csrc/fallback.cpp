@@ -62,8 +62,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     takes_generator = true;
     value = for_fallback(value.toOptional<at::Generator>(), device);
   }
-  const bool draws = !takes_generator && op.hasTag(at::Tag::nondeterministic_seeded);
-  const std::optional<LentGenerator> lent = draws ? std::optional<LentGenerator>(std::in_place, device) : std::nullopt;
+  std::optional<LentGenerator> lent;
+  if (!takes_generator && op.hasTag(at::Tag::nondeterministic_seeded)) lent.emplace(device);
   // A view of a copy would not share memory with the tensor, so it is an error.
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }

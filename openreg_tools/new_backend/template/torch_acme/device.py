@@ -129,11 +129,6 @@ def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
 
 # ---- rung 7: mixed precision ----
 
-is_autocast_enabled = functools.partial(torch.is_autocast_enabled, "acme")
-set_autocast_enabled = functools.partial(torch.set_autocast_enabled, "acme")
-get_autocast_dtype = functools.partial(torch.get_autocast_dtype, "acme")
-set_autocast_dtype = functools.partial(torch.set_autocast_dtype, "acme")
-
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16]

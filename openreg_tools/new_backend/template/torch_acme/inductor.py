@@ -39,15 +39,7 @@ class Interface(device_interface.DeviceInterface):
         """For Inductor's compile processes, which do not use the device."""
 
 
-for name in (
-    "is_available",
-    "device_count",
-    "synchronize",
-    "stream",
-    "current_stream",
-    "set_stream",
-    "memory_allocated",
-):
+for name in "is_available device_count synchronize stream current_stream set_stream memory_allocated".split():
     setattr(Interface, name, staticmethod(getattr(device, name)))
 for name in ("set_device", "current_device", "get_device_properties"):
     setattr(Interface, name, staticmethod(getattr(device, name)))

@@ -1,8 +1,10 @@
 // A stand-in for the acme hardware on the CPU. You replace this file by calls of your driver. Rungs 1 to 3, 5, 8 and 9.
 //
 // Memory: each device is a file in memory, mapped twice. The addresses that tensors carry lie in a range without
-// access, so the host crashes if it touches them, as it would with real hardware. Kernels get the other mapping by
-// acme_local(). To put the memory elsewhere, change only map_device(), acme_local() and the two functions for IPC.
+// access, so the host crashes if it touches them, as it would with real hardware. Kernels and copies get the other
+// mapping by acme_local(), on the thread of their stream. To put the memory elsewhere, change new_memory(),
+// map_device(), acme_local(), acme_free() and acme_ipc_open(). What acme_local() makes for one kernel,
+// acme_stream::run() can release after it.
 //
 // Streams: each has a thread that runs its work in order. One lock guards everything except running kernels.
 #include "acme.h"
@@ -66,6 +68,12 @@ int64_t now() {
   return std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
+// The memory of a device. Its pages come from the system when they are first written.
+int new_memory(size_t size) {
+  const int file = memfd_create("acme", MFD_CLOEXEC);
+  return file >= 0 && ftruncate(file, static_cast<off_t>(size)) == 0 ? file : -1;
+}
+
 Region* map_device(int file, size_t size, int device, uint64_t id) {
   void* address = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   void* local = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -93,9 +101,9 @@ acme_error usable(int device) {
     const char *count = std::getenv("ACME_DEVICE_COUNT"), *mebibytes = std::getenv("ACME_DEVICE_MEMORY");
     const size_t size = static_cast<size_t>(mebibytes ? std::atoi(mebibytes) : 4096) << 20;
     for (int wanted = count ? std::atoi(count) : 2; s.device_total < wanted; ++s.device_total) {
-      const int file = memfd_create("acme", MFD_CLOEXEC);
+      const int file = new_memory(size);
       const uint64_t id = static_cast<uint64_t>(now()) * 16 + static_cast<uint64_t>(s.device_total);
-      if (file < 0 || ftruncate(file, static_cast<off_t>(size)) || !map_device(file, size, s.device_total, id)) break;
+      if (file < 0 || !map_device(file, size, s.device_total, id)) break;
     }
     pthread_atfork(nullptr, nullptr, [] { state().forked = true; });
   });
@@ -187,7 +195,7 @@ acme_memory acme_memory_of(const void* pointer, int* device) {
 // Other processes open the file of the device through /proc, which needs the same user.
 acme_error acme_ipc_export(const void* pointer, acme_ipc_handle* handle) {
   const Region* region = region_of(pointer);
-  if (!region || region->file < 0) return fail(ACME_INVALID, "it is not device memory of this process");
+  if (!region) return fail(ACME_INVALID, "this is not an address of device memory");
   const auto offset = static_cast<uint64_t>(static_cast<const char*>(pointer) - region->address);
   *handle = {{region->id, static_cast<uint64_t>(getpid()), static_cast<uint64_t>(region->file),
       static_cast<uint64_t>(region->device), region->size, offset}};
@@ -204,7 +212,7 @@ acme_error acme_ipc_open(const acme_ipc_handle* handle, void** pointer) {
   if (!region) {
     const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(number);
     const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
-    if (file >= 0 && (region = map_device(file, size, static_cast<int>(device), id))) region->file = -1;
+    if (file >= 0) region = map_device(file, size, static_cast<int>(device), id);
   }
   if (!region) return fail(ACME_INVALID, "the process that shared this memory has ended, or belongs to another user");
   *pointer = region->address + offset;
