@@ -34,7 +34,7 @@ def _marked(name):
     return pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", map(_marked, PROGRAMS))
+@pytest.mark.parametrize("name", [_marked(name) for name in PROGRAMS])
 def test_a_program_for_cuda(name, tmp_path):
     ended = python(PROGRAMS[name], cwd=tmp_path, OPENREG_DEVICE="cuda")
     assert ended.returncode == 0, ended.stdout[-10_000:] + ended.stderr[-20_000:]
