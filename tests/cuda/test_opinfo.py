@@ -45,7 +45,7 @@ for name, dtype, checks in cases():
 
 
 def test_operators_and_modules():
-    result = python("-c", PROGRAM, opinfo=True, OPENREG_DEVICE="cuda", OMP_NUM_THREADS="1")
+    result = python("-c", PROGRAM, OPENREG_DEVICE="cuda", OMP_NUM_THREADS="1")
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"operator"')]
     last = f"{lines[-1]['operator']} in {lines[-1]['dtype']}" if lines else "the first case"
     assert result.returncode == 0, f"the process ended at {last}:\n{result.stderr[-2000:]}"
