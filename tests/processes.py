@@ -68,8 +68,10 @@ def python(
         stdin.write(input)
         stdin.seek(0)
         loads = env.get(AUTOLOAD) != "0" and words[:2] != ["-m", "openreg_tools"]
-        device = loads and not any(name.startswith("OPENREG_") for name in env)  # which it reads as it is loaded
-        server = _server(device=device, dynamo=dynamo or opinfo, opinfo=opinfo, destructors=destructors)
+        # The device reads its variables as it is loaded.
+        device = loads and not any(name.startswith("OPENREG_") and name != "OPENREG_DEVICE" for name in env)
+        imports = {"device": device, "dynamo": dynamo or opinfo, "opinfo": opinfo, "destructors": destructors}
+        server = _server(env.get("OPENREG_DEVICE", ""), **imports)
         request = {
             "arguments": words,
             "env": env,
@@ -98,20 +100,28 @@ def _all(file: io.TextIOBase) -> str:
 
 def _may_fork(env: Mapping[str, str]) -> bool:
     """Returns true if a program with this environment may come from a server, which has this process's."""
-    return _early(env) == _early(os.environ) and not any(name.startswith("COVERAGE") for name in env)
+    return _early(env) == _early(os.environ) and not any(name.startswith("COVERAGE") for name in env) and _may_name(env)
+
+
+def _may_name(env: Mapping[str, str]) -> bool:
+    """Returns true unless the device gets another name, and a program reads variables that a server has read for it."""
+    if env.get("OPENREG_DEVICE", "") in ("", "openreg"):
+        return True
+    others = any(name.startswith(("CUDA_", "OPENREG_")) and name != "OPENREG_DEVICE" for name in env)
+    return env["OPENREG_DEVICE"] == "cuda" and env.get(AUTOLOAD) != "0" and not others
 
 
 def _early(env: Mapping[str, str]) -> dict[str, str]:
-    early = {name: value for name, value in env.items() if name.startswith(READ_EARLY) and name not in OBEYED}
-    return early | {"OPENREG_DEVICE": env.get("OPENREG_DEVICE", "")}
+    return {name: value for name, value in env.items() if name.startswith(READ_EARLY) and name not in OBEYED}
 
 
 # ---- the side that asks ----
 
 
 @functools.cache
-def _server(**imports: bool) -> socket.socket:
-    env = {name: value for name, value in os.environ.items() if name not in OBEYED}
+def _server(name: str = "", **imports: bool) -> socket.socket:
+    """A process that forks for programs, in which the device has this name."""
+    env = {name: value for name, value in os.environ.items() if name not in OBEYED} | {"OPENREG_DEVICE": name}
     env[AUTOLOAD] = str(int(imports["device"]))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 19)

@@ -243,7 +243,8 @@ void CpuCall::refuse(const at::Tensor& tensor) const {
   const bool known = device_ >= 0;
   const std::string here = known ? device_at(device_).str() : identity.name;
   const char* message = row_of(name_).wrong_device;
-  TORCH_CHECK(!message, name_, ": ", message, " (", known ? here : tensor.device().str(), "); move one with .to()");
+  const bool first = !known || refused_.defined(); // the others should be where it is
+  TORCH_CHECK(!message, name_, ": ", message, " (", first ? tensor.device().str() : here, "); move one with .to()");
   TORCH_CHECK(false, name_, ": Expected all tensors to be on the same device, but found at least two devices, ", here,
       " and ", tensor.device(),
       "! Move one with .to(); a CPU tensor may take part only if it has no dimension and is not written to.");

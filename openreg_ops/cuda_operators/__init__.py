@@ -36,3 +36,4 @@ def register() -> None:
         _library.impl(name, without_autocast(function))
     _C.set_missing_reasons(MISSING)
     after_import("torch._meta_registrations", products.correct_baddbmm)
+    after_import("torch._meta_registrations", attention.correct_fused_attention)

@@ -115,3 +115,31 @@ def flash_attention_backward(
         philox_offset, scale=scale,
     )  # fmt: skip
     return tuple(_swap(*grads))
+
+
+# ---- what fake tensors compute of the operators for a backend's own attention ----
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor | int, ...]:
+    """The results of the device's kernel, which has the layouts of the CPU's flash kernel."""
+    batch, heads, length = query.shape[:3]
+    out = torch.empty_like(query) if value.shape[-1] == query.shape[-1] else query.new_empty(*query.shape[:3], value.shape[-1])
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    logsumexp = query.new_empty((batch, length, heads), dtype=wide).transpose(1, 2)
+    none = query.new_empty(0, dtype=torch.int64)
+    return out, logsumexp, none, none, length, key.shape[2], none, none, none
+
+
+def _fused_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor, grad_input_mask: list[bool], *_: object,
+    **__: object,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    grads = [x.new_empty([x.shape[dim] for dim in (0, 2, 1, 3)]).transpose(1, 2) for x in (query, key, value)]
+    return *grads, torch.empty_like(attn_bias) if grad_input_mask[3] else None
+
+
+def correct_fused_attention() -> None:
+    """Replace PyTorch's fake kernels, whose results have the layouts of another backend's attention."""
+    for name, fake in (("", _fused), ("_backward", _fused_backward)):
+        op = f"aten::_scaled_dot_product_fused_attention_overrideable{name}"
+        torch.library.register_fake(op, fake, allow_override=True)

@@ -20,6 +20,7 @@ _DTYPES = {
     "Long": torch.int64,
     "Short": torch.int16,
 }
+_SPARSE = [name for name in _DTYPES if name != "Bool"]
 _set_default_tensor_type = torch.set_default_tensor_type
 
 
@@ -41,6 +42,18 @@ class TensorType(type):
         return data.to(**options) if isinstance(data, torch.Tensor) else torch.tensor(data, **options)
 
 
+class SparseTensorType(TensorType):
+    """The type of the types of sparse tensors. Calling one takes indices, values and a size."""
+
+    layout = torch.sparse_coo
+
+    def __call__(cls, *args: Any, device: torch.types.Device = None) -> torch.Tensor:
+        options = {"dtype": cls.dtype, "device": torch.device("cuda" if device is None else device)}
+        if args and not isinstance(args[0], torch.Tensor):
+            return torch.sparse_coo_tensor(size=args[0] if isinstance(args[0], torch.Size) else args, **options)
+        return torch.sparse_coo_tensor(*(args or ([[]], [])), **options)
+
+
 def _set_default(t: Any) -> None:
     """As `torch.set_default_tensor_type`, for these types too."""
     kind = getattr(torch.cuda, t.rpartition(".")[2], t) if isinstance(t, str) and t.startswith("torch.cuda.") else t
@@ -57,4 +70,7 @@ def register() -> None:
         # PyTorch reads the type's name, as in tensor.type(torch.cuda.FloatTensor).
         kind = TensorType(f"torch.cuda.{name}Tensor", (), {"dtype": dtype})
         setattr(torch.cuda, f"{name}Tensor", kind)
+    for name in _SPARSE:
+        kind = SparseTensorType(f"torch.cuda.sparse.{name}Tensor", (), {"dtype": _DTYPES[name]})
+        setattr(torch.cuda.sparse, f"{name}Tensor", kind)
     torch.set_default_tensor_type = _set_default

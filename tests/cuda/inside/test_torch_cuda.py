@@ -102,6 +102,14 @@ def test_tensor_types(name):
     assert not any(isinstance(kind(1), getattr(torch.cuda, f"{other}Tensor")) for other in others)
 
 
+@pytest.mark.parametrize("name", cuda_types._SPARSE)
+def test_sparse_tensor_types(name):
+    kind, dtype = getattr(torch.cuda.sparse, f"{name}Tensor"), cuda_types._DTYPES[name]
+    x = kind(torch.tensor([[0, 2]]), torch.tensor([1, 1]), torch.Size([3]))
+    assert (x.dtype, x.layout, x.device.type, x.to_dense().tolist()) == (dtype, torch.sparse_coo, "cuda", [1, 0, 1])
+    assert isinstance(x, kind) and not isinstance(x.to_dense(), kind) and kind(2, 3).shape == (2, 3)
+
+
 def test_the_default_tensor_type():
     try:
         torch.set_default_tensor_type(torch.cuda.HalfTensor)
