@@ -34,7 +34,7 @@ from openreg_ops.testing import Sample, check
 from openreg_tools.check import command as check_command
 from openreg_tools.check.case import Case
 from openreg_tools.check.checker import derived, operator
-from openreg_tools.check.checks import CHECKS, SLOW, unbacked
+from openreg_tools.check.checks import ANY_LAYOUT, CHECKS, SLOW, unbacked
 from openreg_tools.check.checks.derivatives import derivative
 from openreg_tools.check.report import Report, Result
 from openreg_tools.check.settings import preserved
@@ -687,6 +687,119 @@ def test_sentence(broken, request, monkeypatch):
     assert re.search(mistakes.pattern(broken.sentence), found[0].sentence), found[0].sentence
     if broken.status in ("fail", "warn"):
         assert found[0].sentence.startswith("broken::") and found[0].remedy
+
+
+# ---- reasons to skip ----
+
+
+def skips(reason, checks):
+    return dict.fromkeys(checks.split(), reason)
+
+
+GRADIENTS = "gradient_layouts frozen_arguments broadcast_gradients saved_tensors"
+NO_DERIVATIVE = {
+    **skips("there is no derivative: see backward", "autograd_registration"),
+    **skips("there is no derivative to check: see backward", f"gradcheck gradgradcheck func_grad {GRADIENTS}"),
+}
+CONSTANT = NO_DERIVATIVE | skips("there is no derivative to check: see backward", "forward_ad vmap_grad")
+NO_FLOATS = skips("no floating tensor argument", "backward fake_dtypes autocast half_precision")
+ONE_ARGUMENT = {"frozen_arguments": "one argument is differentiable", "broadcast_gradients": "it does not broadcast"}
+ONE_ELEMENT = {
+    **skips("no strided tensor of more than one element", "empty large fake_dynamic sizes half_precision"),
+    **skips("no strided tensor of more than one element, or too many elements", "large_strides"),
+    **skips("no tensor has more than one element", "fake_unbacked compile_unbacked"),
+}
+OFTEN = {
+    "reference": "no reference was given",
+    "fake_numbers": "it returns no number",
+    "int_sizes": "no argument is an int",
+    "defaults": "no argument has a default",
+    "effects": "it returns or writes something",
+    **skips("cpu has no streams", "stream devices"),
+    "generator": "its schema has no Generator argument",
+}
+# These take long, and run only where they are to be skipped.
+LONG = {"compile", "fake_dynamic", "fake_unbacked", "compile_unbacked", "dtensor", "large", "sizes", "large_strides",
+        "half_precision", "stream", "devices", "poison", "determinism", "state", "threads"}  # fmt: skip
+# An operator, its sample, and why each check skips it; None if it does not.
+SKIPPED = [
+    ("sin.out", Sample(*NUMBERS, out=torch.empty(4, 6)), NO_DERIVATIVE | {"out": "it is an out= overload"}),
+    ("bernoulli.p", Sample(*NUMBERS, 0.5), {
+        **NO_DERIVATIVE,
+        **skips("its numbers are random", "compile_unbacked vmap vmap_grad dtensor sizes half_precision"),
+        **skips("its numbers are random, and drawn in the order of memory", "layouts large_strides"),
+        "reference": "its numbers are random, and no reference was given",
+        "threads": "its numbers are random, and the generator is shared",
+        **dict.fromkeys(("defaults", "generator")),
+    }),
+    ("sin", Sample(torch.tensor(1)), CONSTANT | NO_FLOATS | ONE_ELEMENT),
+    ("item", Sample(torch.tensor(1.0)), {
+        **CONSTANT,
+        **ONE_ELEMENT,
+        **skips("it returns no tensor, and a compiler does not know its result",
+                "compile fake_layouts fake_dtypes fake_unbacked compile_unbacked fake_errors"),
+        "backward": "no floating output",
+        "fake_numbers": None,
+        "out": "it has no out= overload",
+        **skips("it takes or returns no tensor", "vmap dtensor"),
+    }),
+    ("ones", Sample([3]), {
+        **CONSTANT,
+        **NO_FLOATS,
+        **ONE_ELEMENT,
+        "out": "it has no out= overload",
+        **skips("it takes or returns no tensor", "vmap dtensor"),
+        "zero_dim": "no strided tensor with elements",
+        **dict.fromkeys(("int_sizes", "defaults")),
+    }),
+    ("unbind_copy.int", Sample(*NUMBERS), {
+        **ONE_ARGUMENT,
+        "out": "its out= takes a list",
+        **dict.fromkeys(("int_sizes", "defaults")),
+    }),
+    ("sin", Sample(NUMBERS[0].to(torch.complex64)), {
+        **ONE_ARGUMENT,
+        **NO_FLOATS,
+        **skips("torch.func.grad is for real numbers", "func_grad vmap_grad"),
+        "backward": None,
+    }),
+    ("sin", Sample(NUMBERS[0].double().to("openreg")), {
+        **ONE_ARGUMENT,
+        "autocast": "autocast leaves float64 alone",
+        "large_strides": "this needs memory that is not used until it is touched, which openreg may not have",
+        **dict.fromkeys(("reference", "stream", "devices")),
+    }),
+    ("_to_copy", Sample(*NUMBERS, dtype=torch.bfloat16), {
+        **ONE_ARGUMENT,
+        **skips("it does not compute in float64, and finite differences in a half type are meaningless",
+                "gradcheck gradgradcheck"),
+        "out": "it has no out= overload",
+        **dict.fromkeys(("int_sizes", "defaults")),
+    }),
+    ("sin", Sample(torch.empty(0, 3)), {
+        **ONE_ARGUMENT,
+        **skips("the sample is empty", "gradcheck gradgradcheck"),
+        "zero_dim": "no strided tensor with elements",
+        "large_strides": "no strided tensor of more than one element, or too many elements",
+    }),
+    ("threshold_backward", Sample(*NUMBERS, *NUMBERS, 0.0), {
+        "autocast": "autograd calls a backward operator in the dtypes that its forward saw, with autocast off",
+    }),
+    ("sin", Sample(NUMBERS[0].to_sparse()), {
+        **skips("it applies to strided tensors only", " ".join(CHECKS.keys() - ANY_LAYOUT)),
+        "reference": "no reference was given",
+        "generator": "its schema has no Generator argument",
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, sample, reasons", SKIPPED, ids=[f"{row[0]}-{i}" for i, row in enumerate(SKIPPED)])
+def test_reasons_to_skip(name, sample, reasons):
+    expected = {check: reason for check, reason in (OFTEN | reasons).items() if reason}
+    report = check(
+        f"aten::{name}", [sample], only=[check for check in CHECKS if check not in LONG or check in expected]
+    )
+    assert {result.check: result.sentence for result in report.of("skip")} == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "openreg", "openreg:1"])
