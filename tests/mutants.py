@@ -69,7 +69,8 @@ TESTS = {
     "openreg_tools/dispatch.py": "tests/tools/test_operators_command.py tests/tools/test_explain.py",
     "openreg_tools/manifest.py": "tests/tools/test_operators_command.py tests/tools/test_drift.py",
     "openreg_tools/recorder.py": "tests/tools/test_trace.py tests/tools/test_explain.py",
-    "openreg_tools/conformance/": "tests/tools/test_conformance*.py tests/tools/test_schemas.py",
+    "openreg_tools/check/": "tests/tools/test_check*.py tests/tools/test_mistakes.py",
+    "openreg_tools/conformance/": "tests/tools/test_conformance*.py tests/tools/test_generated.py tests/tools/test_schemas.py",
 }
 EXCLUDED = re.compile("openreg_ops/(_build.py|meta/|include/|tools/templates/)")  # written by setup.py, or a link
 IGNORED = {"strict", "flush", "help", "metavar", "description"}  # options that change no result

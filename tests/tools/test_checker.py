@@ -18,6 +18,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import types
 import warnings
 from pathlib import Path
@@ -34,7 +35,7 @@ from openreg_ops.testing import Sample, check
 from openreg_tools.check import command as check_command
 from openreg_tools.check.case import Case
 from openreg_tools.check.checker import derived, operator
-from openreg_tools.check.checks import ANY_LAYOUT, CHECKS, SLOW, unbacked
+from openreg_tools.check.checks import ANY_LAYOUT, CHECKS, SLOW, streams, unbacked
 from openreg_tools.check.checks.derivatives import derivative
 from openreg_tools.check.report import Report, Result
 from openreg_tools.check.settings import preserved
@@ -275,6 +276,14 @@ def drifts(x, calls=[]):  # noqa: B006 -- it counts the calls
 
 def unwritten(x):
     return torch.empty_like(x).mul_(0) + x
+
+
+def slow(x):
+    """Takes a fifth of a second of the processor's time."""
+    until = time.thread_time() + 0.2
+    while time.thread_time() < until:
+        pass
+    return x * 2
 
 
 def stream_id(x):
@@ -529,6 +538,7 @@ TABLE = [
            backward=lambda ctx, g: g * in_memory_order(ctx.saved_tensors[0])),
     Broken("layouts", "for contiguous inputs that start one element into their storage, which is not aligned to 16 bytes its "
            "backward raised RuntimeError: misaligned address", double, backward=lambda ctx, g: g * aligned(ctx.saved_tensors[0])),
+    Broken("sizes", "a call takes too long", slow, status="refused"),
     Broken("sizes", "output 0 differs … if NaN surrounds them in memory: it reads past their ends", reads_whole_vectors),
     Broken("large_strides", "given x with rows 4294967296 elements apart, it raised OverflowError",
            lambda x: x * 2 if max(x.stride(), default=0) < 2**31 else (2**31).to_bytes(4, signed=True)),
@@ -1153,6 +1163,7 @@ def report():
 def test_table(report):
     text = str(report)
     assert all(len(line) <= 80 for line in text.splitlines()[1:]), text
+    assert "\n  0  float32[4, 6], float32[4, 6]\n  1  float32[3], float32[4]\n" in text
     assert re.search(r"^runs +\. +FAIL$", text, re.M) and re.search(r"^schema +\. +-$", text, re.M)
     assert "FAIL runs (sample 1)" in text and "Remedy: give samples that the operator accepts" in text
     assert "aten::mul.Tensor FAILS" in text
@@ -1562,6 +1573,20 @@ def test_outputs_that_were_not_asked_for_are_none():
         report = check(op, [sample], only=only)
         assert report.passed and report.of("pass", "runs"), str(report)
         assert len(Case(op, sample, "cpu", None, derivative).expected) == count
+
+
+def test_a_stream_that_was_not_busy_long_enough_is_busy_for_longer(monkeypatch):
+    """The values of the arguments arrive before the call, unless the stream sleeps for long enough."""
+    sleep = torch.openreg._sleep
+    monkeypatch.setattr(torch.openreg, "_sleep", lambda cycles: cycles > streams.DELAY and sleep(cycles))
+
+    def kernel(x):
+        time.sleep(0.05)
+        return x * first_of(x, at_once=True)
+
+    op = define("reads_on_the_host(Tensor x) -> Tensor", kernel, key="PrivateUse1")
+    report = check(op, [NUMBERS], "openreg", only=["stream"])
+    assert "its kernel computes on the host" in report.failures[0].sentence, str(report)
 
 
 def test_the_check_of_streams_has_no_race():

@@ -21,6 +21,7 @@ from openreg_tools.conformance import (
 )
 from openreg_tools.conformance.guarded import Guarded
 from openreg_tools.core import from_schema
+from openreg_tools.core.compare import tolerance
 from openreg_tools.core.move import Move
 from openreg_tools.core.samples import Sample
 
@@ -348,6 +349,27 @@ class Raises(Scaled):
 )
 def test_half_types(kind, device_side):
     assert ("cuda_dtypes", kind) in kinds(half(on_device(device_side)))
+
+
+@pytest.mark.parametrize("kind, part", [("value", 0.25), ("gradient", 0.5)])
+def test_how_far_half_types_may_be(kind, part):
+    """A part of the tolerance of their dtype, a larger one for gradients, as these pass through several operators."""
+
+    def report(error):
+        class Inexact(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.by = 2 * (1 + error) if x.device.type == "openreg" else 2
+                return x * (ctx.by if kind == "value" else 2)
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * (ctx.by if kind == "gradient" else 2)
+
+        return half(operator(Inexact.apply))
+
+    limit = part * tolerance(torch.ones((), dtype=torch.float16))
+    assert not report(0.8 * limit).failures and kinds(report(1.2 * limit)) == {("cuda_dtypes", kind)}
 
 
 # ---- autocast ----
