@@ -63,6 +63,13 @@ TESTS = {
         (f"openreg_tools/core/{name}.py" for name in ("blocks", "device", "options", "page", "report")),
         "tests/tools/test_report.py tests/tools/test_command_line.py",
     ),
+    **dict.fromkeys(
+        (
+            f"openreg_tools/core/{name}.py"
+            for name in ("attempts", "from_schema", "known_arguments", "opinfo", "variations")
+        ),
+        "tests/tools/test_schemas.py tests/tools/test_generated.py tests/tools/test_conformance*.py tests/tools/test_checker.py",
+    ),
     "openreg_tools/core/info.py": "tests/tools/test_info.py",
     "openreg_tools/core/program.py": "tests/tools/test_trace.py",
     "openreg_tools/core/waits.py": "tests/tools/test_trace.py tests/tools/test_pytest_plugin.py",

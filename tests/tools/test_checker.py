@@ -672,6 +672,21 @@ TABLE = [
            mode="nothing", status="pass"),
     Broken("autograd_registration", "", lambda x: x, schema="(Tensor(a!) x) -> Tensor(a!)", fake=lambda x: x, key="PrivateUse1",
            device="openreg", mode="nothing", status="skip"),
+    # reasons to skip; see also SKIPPED
+    *(Broken(row, "its gradient changes from call to call: see determinism", torch.sin, status="skip",
+             backward=lambda ctx, g: noise(g)) for row in ("frozen_arguments", "gradient_layouts")),
+    *(Broken(row, sentence, kernel, status="skip")
+      for sentence, kernel in (("its outputs have no strides", Tensor.to_sparse),
+                               ("it reads memory that was never written: see poison", unwritten))
+      for row in ("sizes", "large_strides", "half_precision")),
+    Broken("effects", "compilers keep the operators that it is made of", lambda x: None, schema="(Tensor x) -> ()",
+           key="CompositeImplicitAutograd", status="skip"),
+    Broken("fake_numbers", "the fake kernel gives no number: KeyError", lambda x: x.numel(), schema="(Tensor x) -> int",
+           fake=accident, status="skip"),
+    Broken("vmap", "the shapes of its outputs depend on values, and vmap returns equal ones", lambda x: x[x > 1],
+           fake=None, status="skip"),
+    Broken("vmap", "PyTorch's loop over slices gives another result (output 0 differs … ): see layouts", in_memory_order,
+           status="skip"),
 ]  # fmt: skip
 
 
@@ -736,11 +751,18 @@ SKIPPED = [
     ("sin.out", Sample(*NUMBERS, out=torch.empty(4, 6)), NO_DERIVATIVE | {"out": "it is an out= overload"}),
     ("bernoulli.p", Sample(*NUMBERS, 0.5), {
         **NO_DERIVATIVE,
-        **skips("its numbers are random", "compile_unbacked vmap vmap_grad dtensor sizes half_precision"),
+        **skips("its numbers are random", "compile compile_unbacked vmap vmap_grad dtensor sizes half_precision"),
         **skips("its numbers are random, and drawn in the order of memory", "layouts large_strides"),
         "reference": "its numbers are random, and no reference was given",
         "threads": "its numbers are random, and the generator is shared",
         **dict.fromkeys(("defaults", "generator")),
+    }),
+    ("native_dropout", Sample(*NUMBERS, 0.5, True), {
+        **ONE_ARGUMENT,
+        "broadcast_gradients": "its numbers are random",
+        **skips("its numbers are random", "vmap vmap_grad"),
+        "layouts": "its numbers are random, and drawn in the order of memory",
+        "reference": "its numbers are random, and no reference was given",
     }),
     ("sin", Sample(torch.tensor(1)), CONSTANT | NO_FLOATS | ONE_ELEMENT),
     ("item", Sample(torch.tensor(1.0)), {
@@ -810,6 +832,12 @@ def test_reasons_to_skip(name, sample, reasons):
         f"aten::{name}", [sample], only=[check for check in CHECKS if check not in LONG or check in expected]
     )
     assert {result.check: result.sentence for result in report.of("skip")} == expected
+
+
+def test_a_process_of_a_group_simulates_no_devices(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    (result,) = check("aten::sin", [NUMBERS], only=["dtensor"]).results
+    assert result.status == "skip" and "a process that is not in a process group" in result.sentence
 
 
 @pytest.mark.parametrize("device", ["cpu", "openreg", "openreg:1"])
@@ -975,10 +1003,11 @@ def test_a_refused_sample_is_said_once():
     report = check(
         "aten::mm",
         [(torch.randn(4, 6), torch.randn(5)), (torch.randn(4, 6), torch.randn(6, 2))],
-        only=["runs", "determinism"],
+        only=["runs", "determinism", "state"],
     )
     assert [r.check for r in report.failures] == ["runs"]
-    assert [r.status for r in report.row("determinism")] == ["skip", "pass"]
+    for check_ in "determinism", "state":
+        assert [r.status for r in report.row(check_)] == ["skip", "pass"]
 
 
 SETTINGS = [  # functions that get and set each, and a value; None is the opposite

@@ -244,6 +244,22 @@ def test_failures_say_what_was_expected(change, kind, says):
     assert (report.failures[0].kind, report.failures[0].message) == (kind, says)
 
 
+@pytest.mark.parametrize(
+    "cpu, there, says",
+    [
+        (lambda x, y: x[:2], lambda x, y: x[:2].clone(), "tensor arguments [0], not with no argument"),
+        (lambda x, y: x[:2].clone(), lambda x, y: x[:2], "no argument, not with tensor arguments [0]"),
+        (lambda x, y: y[:2], lambda x, y: x[:2], "tensor arguments [1], not with tensor arguments [0]"),
+    ],
+    ids=["copied", "shared", "another"],
+)
+def test_memory_that_a_result_shares(cpu, there, says):
+    op = operator(lambda x, y: (cpu if x.is_cpu else there)(x, y), count=2)
+    report = sweep.check(op, torch.float32, DEVICE, 1, ("forward",))
+    assert {failure.message for failure in report.failures} == {f"expected a result that shares memory with {says}"}
+    assert kinds(report) == {("forward", "alias")}
+
+
 class SecondScaled(torch.autograd.Function):
     """x y, with twice the derivative by y on the device."""
 
