@@ -229,19 +229,41 @@ def test_results_that_cannot_be_compared_are_counted(monkeypatch, offset, reads)
         assert [failure.message for failure in report.failures] == said
 
 
+def coo():
+    return torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (3,), check_invariants=False)
+
+
+def of_lengths(*lengths):
+    return torch.nested.nested_tensor([torch.ones(length) for length in lengths])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
-    "change, kind, says",
+    "expected, actual, kind, says",
     [
-        (lambda x: x.double(), "dtype", "expected torch.float32, but got torch.float64"),
-        (lambda x: x.to_dense(), "layout", "expected torch.sparse_coo, but got torch.strided"),
-        (lambda x: x.coalesce(), "layout", "expected is_coalesced() to be False"),
-        (lambda x: x.clone().requires_grad_(), "layout", "expected requires_grad=False"),
+        (lambda: torch.ones(2), lambda: torch.ones(2, device="meta"), "device", "a result is on meta"),
+        (coo, lambda: coo().double(), "dtype", "expected torch.float32, but got torch.float64"),
+        (coo, lambda: coo().to_dense(), "layout", "expected torch.sparse_coo, but got torch.strided"),
+        (coo, lambda: coo().coalesce(), "layout", "expected is_coalesced() to be False"),
+        (coo, lambda: coo().requires_grad_(), "layout", "expected requires_grad=False"),
+        (lambda: torch.ones(2), lambda: torch.ones(2, 1), "shape", "expected [2], but got [2, 1]"),
+        (lambda: torch.ones(2) + 1j, lambda: (torch.ones(2) - 1j).conj(), "layout", "expected is_conj() to be False"),
+        (lambda: torch._neg_view(-torch.ones(2)), lambda: torch.ones(2), "layout", "expected is_neg() to be True"),
+        (lambda: of_lengths(1, 2), lambda: of_lengths(2, 1), "value", "expected parts of shapes [[1], [2]], but got [[2], [1]]"),
+        (lambda: torch.ones(2), lambda: torch.ones(2) * 2, "value", "a result differs in 2 of 2 elements: 2 instead of 1 at [0]"),
     ],
 )  # fmt: skip
-def test_failures_say_what_was_expected(change, kind, says):
-    report, x = outcomes.Tally(), torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (3,), check_invariants=False)
-    outcomes.Comparison(report, "forward", 0, "cpu", True).tensors(x, change(x))
-    assert (report.failures[0].kind, report.failures[0].message) == (kind, says)
+def test_failures_say_what_was_expected(expected, actual, kind, says):
+    report = outcomes.Tally()
+    outcomes.Comparison(report, "forward", 0, "cpu", True).tensors(expected(), actual())
+    assert [(failure.kind, failure.message) for failure in report.failures] == [(kind, says)]
+
+
+def test_the_cpus_generator_moved():
+    """Random numbers of a result on the device are the device's."""
+    op = operator(lambda x: x * 2 if x.is_cpu else x * 2 + 0 * torch.rand(3).to(x.device))
+    report = sweep.check(op, torch.float32, DEVICE, 1, ("forward",))
+    assert {(failure.kind, failure.message) for failure in report.failures} == {("rng", "the CPU's generator moved")}
 
 
 @pytest.mark.parametrize(
