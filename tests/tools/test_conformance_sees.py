@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.testing._internal.common_dtype import custom_types
@@ -259,11 +261,26 @@ def test_failures_say_what_was_expected(expected, actual, kind, says):
     assert [(failure.kind, failure.message) for failure in report.failures] == [(kind, says)]
 
 
-def test_the_cpus_generator_moved():
-    """Random numbers of a result on the device are the device's."""
-    op = operator(lambda x: x * 2 if x.is_cpu else x * 2 + 0 * torch.rand(3).to(x.device))
+@pytest.mark.parametrize(
+    "cpu, there, kind, says",
+    [
+        (torch.abs, lambda x: x + 0 * torch.rand(3).to(x.device), "rng", "the CPU's generator moved"),
+        (
+            torch.rand_like,
+            lambda x: torch.rand_like(x) / 2,
+            "rng",
+            "from the same seed: a result differs in 3 of 3 elem",
+        ),
+        (lambda x: (x, 1), lambda x: (x, 1.0), "structure", "expected int, but got float"),
+        (lambda x: (x, 1), lambda x: (x, 2), "structure", "expected 1, but got 2"),
+        (lambda x: x, lambda x: [x], "structure", "expected *, but got TreeSpec(list, None, [*])"),
+    ],
+)
+def test_what_a_call_returned(cpu, there, kind, says):
+    op = operator(lambda x: (cpu if x.is_cpu else there)(x))
     report = sweep.check(op, torch.float32, DEVICE, 1, ("forward",))
-    assert {(failure.kind, failure.message) for failure in report.failures} == {("rng", "the CPU's generator moved")}
+    assert kinds(report) == {("forward", kind)}
+    assert all(failure.message.startswith(says) for failure in report.failures), report.failures
 
 
 @pytest.mark.parametrize(
@@ -533,6 +550,14 @@ def test_a_graph_that_differs_from_eager_mode(kind):
 # ---- layouts ----
 
 
+def test_a_graph_that_returns_less():
+    tally = outcomes.Tally()
+    graphs.judge(tally, 2, "made", outcomes.Outcome([[torch.ones(2)] * 2]), outcomes.Outcome([[torch.ones(2)]]))
+    assert [(f.kind, f.sample, f.message) for f in tally.failures] == [
+        ("structure", 2, "made: a different number of results")
+    ]
+
+
 def test_what_is_written_around_a_result():
     made = layouts.Guarded.like(torch.zeros(3, 4), "stepped", DEVICE)
     assert made.overrun() is None
@@ -541,6 +566,34 @@ def test_what_is_written_around_a_result():
     for place in (0, int(owned[0]) - 1, int(owned[-1]) + 1, between):
         made.memory[place] += 1
     assert made.overrun() == ("4 bytes outside the result were written, 3 of them before its start or past its end")
+
+
+def around(x):
+    x.fill_(2).as_strided((1,), (1,), x.storage_offset() - 1).fill_(7)
+
+
+@pytest.mark.parametrize(
+    "device_side, kind, says",
+    [
+        (lambda x: x.fill_(2), None, ""),
+        (lambda x: x.fill_(3), "value", "a result differs in 12 of 12 elements: 3 instead of 2 at [0, 0]"),
+        (around, "guard", "4 bytes outside the result were written, "),
+        (lambda x: x.fill_(2).unsqueeze_(0), "shape", "expected [3, 4], but got [1, 3, 4]"),
+        (lambda x: x.set_(torch.full_like(x, 2)), "layout", "expected the result in the memory that was passed"),
+        (refuse, "error", "ValueError: refused"),
+    ],
+    ids=["right", "value", "guard", "shape", "layout", "error"],
+)
+def test_what_is_written_to_other_layouts(device_side, kind, says):
+    tally = outcomes.Tally()
+    made = layouts.Call(
+        "made", lambda move, xs: xs[0].fill_(2) if xs[0].is_cpu else device_side(xs[0]), [torch.ones(3, 4)]
+    )
+    made.compare(outcomes.Comparison(tally, "layouts", 0, DEVICE, True))
+    assert tally.ran["layouts"] >= 2 and kinds(tally) == ({("layouts", kind)} if kind else set())
+    assert all(
+        re.match(f"made, (permuted|stepped|expanded): {re.escape(says)}", failed.message) for failed in tally.failures
+    )
 
 
 @pytest.mark.parametrize(
