@@ -300,6 +300,14 @@ def test_sizes_shapes_and_aliases():
     assert isinstance(y, Stays) and y.tensor.shape == () and alpha == 1j
 
 
+def test_out_tensors_get_the_shapes_that_are_written():
+    """Those in lists too."""
+    one = draw._with_whole_outs("aten::gt.Scalar_out", Sample(X, 2, out=torch.empty(0, dtype=torch.uint8)))
+    assert one.kwargs["out"].shape == (3, 4) and one.kwargs["out"].dtype == torch.uint8
+    several = draw._with_whole_outs("aten::unbind_copy.int_out", Sample(X, out=[torch.empty(0) for _ in range(3)]))
+    assert [x.shape for x in several.kwargs["out"]] == [(4,)] * 3
+
+
 def test_a_wrong_case_is_refused(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", forking())
     neg = '{"op": "aten::neg", "base": %s, "changes": [%s]%s}'
