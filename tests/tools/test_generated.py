@@ -579,6 +579,15 @@ def test_a_kernel_that_leaves_the_memory_of_its_arguments(does):
     assert guarded.stays_within(call, resizes=True) is (does == "nothing")
 
 
+def test_where_each_call_is(calls):
+    """If the process ends, this says which call ended it, and on which side."""
+    told = []
+    samples = [Sample(X, X.t()), Sample(X, X)]
+    found = generated_calls.ends("aten::mm", samples, [set()] * 2, "openreg", lambda *at: told.append(at))
+    assert [(i, end.kind) for i, end in found] == [(0, "equal"), (1, "both raised")]
+    assert told == [(0, "the CPU alone"), *((i, at) for i in (0, 1) for at in ("cpu", "device", "comparison"))]
+
+
 def test_calls_that_vary():
     assert guarded.stays_within(refuse, resizes=True) and not guarded.stays_within(refuse)
     assert guarded.stays_within(lambda move: torch.zeros(100))
