@@ -214,6 +214,16 @@ def in_memory_order(x):
     return (x.as_strided((x.numel(),), (1,), x.storage_offset()) * 2).reshape(x.shape)
 
 
+def y_alone():
+    raise NotImplementedError("y alone")
+
+
+def refuses_a_generator(g):
+    if g is not None:
+        raise ValueError("no generator")
+    return torch.ones(3)
+
+
 def aligned(x):
     if x.is_contiguous() and type(x) is Tensor and x.data_ptr() % 16:
         raise RuntimeError("misaligned address")
@@ -484,6 +494,8 @@ TABLE = [
     Broken("compile", "under torch.compile with static shapes the gradient of x differs", double,
            backward=lambda ctx, g: g * (3 if traced(g) else 2)),
     Broken("compile", "torch.compile with static shapes raised", double, fake=None),
+    Broken("compile", "under torch.compile with static shapes output 0 has strides (1, 4) instead of (6, 1)",
+           lambda x: (x * 2).t().contiguous().t() if torch.compiler.is_compiling() else x * 2, key="CompositeImplicitAutograd"),
     Broken("compile", "eager mode refuses the gradient with an error, but under torch.compile there is neither error nor gradient",
            double, Autograd=refuses_but_not_traced),
     Broken("int_sizes", "n is the size of dimension 0 of output 0, and the schema says int", lambda x, n=3: x.new_zeros(n),
@@ -565,6 +577,10 @@ TABLE = [
     # machine
     Broken("stream", "on another stream it does not wait for the work before it: output 0 differs",
            lambda x: x * first_of(x, at_once=stream_id(x)), key="PrivateUse1", device="openreg"),
+    Broken("devices", "on openreg:1, while openreg:0 is the current device, output 0 differs … , which openreg:0 gives",
+           lambda x: x * (2 + x.device.index), key="PrivateUse1", device="openreg"),
+    Broken("devices", "output 0 is on openreg:0, but the arguments are on openreg:1", lambda x: x.to("openreg:0") * 2,
+           key="PrivateUse1", device="openreg"),
     Broken("devices", "is the current device, it does not wait for the stream of openreg:1: output 0 differs",
            lambda x: x * first_of(x, at_once=x.device.index), key="PrivateUse1", device="openreg"),
     Broken("stream", "on another stream output 0 differs … , which the default stream gives",
@@ -687,6 +703,22 @@ TABLE = [
            fake=None, status="skip"),
     Broken("vmap", "PyTorch's loop over slices gives another result (output 0 differs … ): see layouts", in_memory_order,
            status="skip"),
+    Broken("generator", "it refuses a generator of cpu: ValueError: no generator", lambda x, g=None: refuses_a_generator(g),
+           schema=DRAWS, status="skip"),
+    # refusals, and limits of PyTorch
+    Broken("vmap", "PyTorch's loop over slices raises RuntimeError: not contiguous", status="refused",
+           kernel=lambda x: x * 2 if x.is_contiguous() else not_contiguous()),
+    Broken("large", "inputs whose dimensions of size 4 are … long", status="refused",
+           kernel=lambda x: x * 2 if x.numel() < 1000 else not_contiguous()),
+    Broken("frozen_arguments", "if only y requires a gradient: NotImplementedError: y alone", torch.mul, schema=PAIR,
+           inputs=PAIRS, fake=torch.mul, status="refused",
+           backward=lambda ctx, g: tuple(g * x for x in reversed(ctx.saved_tensors)) if ctx.needs_input_grad[0] else y_alone()),
+    Broken("dtensor", "DTensor does not redistribute a tensor that is given by keyword only", lambda x, *, y: x * y,
+           schema="(Tensor x, *, Tensor y) -> Tensor", inputs=Sample(NUMBERS[0], y=NUMBERS[0]),
+           fake=lambda x, *, y: torch.empty_like(x), sharding=lambda x, y: by_rows(x), status="limit"),
+    Broken("autocast", "torch.library.register_autocast does not support keyword-only arguments", lambda x, *, y: x * y,
+           schema="(Tensor x, *, Tensor y) -> Tensor", inputs=Sample(NUMBERS[0], y=NUMBERS[0]),
+           fake=lambda x, *, y: torch.empty_like(x), autocast=torch.float32, status="limit"),
 ]  # fmt: skip
 
 
@@ -832,6 +864,32 @@ def test_reasons_to_skip(name, sample, reasons):
         f"aten::{name}", [sample], only=[check for check in CHECKS if check not in LONG or check in expected]
     )
     assert {result.check: result.sentence for result in report.of("skip")} == expected
+
+
+@pytest.mark.parametrize(
+    "row, device, patched, value, reason",
+    [
+        ("devices", "openreg", "torch.openreg.device_count", 1, "there is one openreg device"),
+        ("autocast", "cpu", "torch.amp.is_autocast_available", False, "cpu has no autocast"),
+    ],
+)
+def test_what_a_device_lacks(monkeypatch, row, device, patched, value, reason):
+    monkeypatch.setattr(patched, lambda *_: value)
+    (result,) = check("aten::sin", [NUMBERS], device, only=[row]).results
+    assert (result.status, result.sentence) == ("skip", reason)
+
+
+def test_an_argument_of_a_c_class():
+    packed = torch.ops.quantized.linear_prepack_fp16(torch.rand(3, 6), torch.rand(3))
+    sample = Sample(torch.rand(4, 6), packed)
+    report = check("quantized::linear_dynamic_fp16", [sample], only=["compile", "compile_unbacked", "state"])
+    of = "__torch__.torch.classes.quantized.LinearPackedParamsBase"
+    sentence = f"PyTorch's compilers and tracers do not take every object of {of} as an argument"
+    assert {result.check: (result.status, result.sentence) for result in report.results} == {
+        "compile": ("limit", sentence),
+        "compile_unbacked": ("limit", sentence),
+        "state": ("skip", "its sample has an object with a state of its own"),
+    }
 
 
 def test_a_process_of_a_group_simulates_no_devices(monkeypatch):
