@@ -53,6 +53,7 @@ TESTS = {
     "openreg_ops/distributed/": "tests/backend",
     "openreg_ops/fallback.py": "tests/aten",
     "openreg_ops/inductor/": "tests/graph",
+    "openreg_ops/optim.py": "tests/ops/test_adamw_step_.py",
     "openreg_ops/sanitizer/": "tests/runtime/test_*sanitizer.py tests/backend/test_collectives.py",
     "openreg_ops/schedules/": "tests/runtime/test_schedule*.py tests/backend/test_schedules_of_ranks.py",
     "openreg_ops/tools/": "tests/tools/test_new_package.py",
