@@ -1522,7 +1522,8 @@ def test_an_operator_that_ends_the_process_with_generated_inputs(checked, name, 
 def test_too_many_ends_of_the_process(checked, name, most):
     """The remaining checks are skipped, and say why."""
     inputs = [f"--input=f32[{n}]" for n in range(3, 25)]
-    status, report, _ = checked(name, *inputs, "--only=determinism", "--timeout=0.5")
+    timeout = 0.5 if name == "hangs" else 60  # what ends late on a busy machine would count as hanging
+    status, report, _ = checked(name, *inputs, "--only=determinism", f"--timeout={timeout}")
     assert status == 1 and [result["status"] for result in report["results"]] == ["fail"] * most + ["skip"] * (
         22 - most
     )
