@@ -581,15 +581,15 @@ def test_batch_norm_by_parts(dtype, layout):
     torch.batch_norm_elemt(parts[0], weight, bias, mean, invstd, 1e-3, out=out)
     assert out.equal(results[0])
     sums = [
-        torch.batch_norm_backward_reduce(*each, mean, invstd, weight, True, True, True)
-        for each in zip(grads, parts, strict=True)
+        torch.batch_norm_backward_reduce(*pair, mean, invstd, weight, True, True, True)
+        for pair in zip(grads, parts, strict=True)
     ]
     assert_same(sums[0][2] + sums[1][2], wide[1].grad)
     assert_same(sums[0][3] + sums[1][3], wide[2].grad)
     both = sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]
     got = [
-        torch.batch_norm_backward_elemt(*each, mean, invstd, weight, *both, counts.int())
-        for each in zip(grads, parts, strict=True)
+        torch.batch_norm_backward_elemt(*pair, mean, invstd, weight, *both, counts.int())
+        for pair in zip(grads, parts, strict=True)
     ]
     assert_same(torch.cat(got), wide[0].grad)
     even = torch.batch_norm_gather_stats(parts[0], mean[None], invstd[None], None, None, 0.3, 1e-3, 120)

@@ -195,7 +195,7 @@ def test_wrong_inputs_of_the_database():
     report = sweep.check(refuses(refuse, 3), torch.float32, DEVICE, checks=(check,), at=said.append)
     assert report.ran[check] >= 3 and not report.failures
     assert [f"{check}, sample {i}" in said for i in range(4)] == [True] * 3 + [False], said
-    assert all(isinstance(each, str) for each in said)
+    assert all(isinstance(message, str) for message in said)
     assert sweep.check(refuses(refuse, 3), torch.float64, DEVICE, checks=(check,)).ran[check] == 0
 
 
@@ -614,7 +614,7 @@ def test_what_is_written_to_other_layouts(device_side, kind, says):
 def test_the_forms_of_an_operator(name, out, inplace):
     packet, _, overload = name.partition(".")
     found = layouts.forms(getattr(getattr(torch.ops.aten, packet), overload or "default"))
-    assert [each and each.name().removeprefix("aten::") for each in found] == [out, inplace]
+    assert [form and form.name().removeprefix("aten::") for form in found] == [out, inplace]
 
 
 @pytest.mark.parametrize(
@@ -681,7 +681,7 @@ def test_a_damaged_list_of_tensors_resembles_the_right_one():
     good, seen = [torch.ones(5, 7, dtype=torch.int8) for _ in range(2)], set()
     for k in range(200):
         tensors = from_schema.garbage("aten::cat", Sample(good), k).args[0]
-        others = [x for x in tensors or () if not any(x is each for each in good)]
+        others = [x for x in tensors or () if not any(x is tensor for tensor in good)]
         if len(tensors or ()) == 2 and len(others) == 1:
             seen |= {(tuple(x.shape), x.dtype) for x in others if isinstance(x, torch.Tensor) and not x.is_nested}
     assert any(shape == (5, 7) and dtype != torch.int8 for shape, dtype in seen), seen
@@ -777,8 +777,8 @@ def test_an_optimizer_that_is_wrong_with_one_option(option, wrong):
         def step(self, closure=None):
             super().step()
             for group in self.param_groups:
-                for each in group["params"] if option and option.items() <= group.items() else ():
-                    each.data += not each.is_cpu
+                for parameter in group["params"] if option and option.items() <= group.items() else ():
+                    parameter.data += not parameter.is_cpu
 
     def inputs(device, dtype=None):
         return [OptimizerInput(None, options, str(options)) for options in ({}, {"momentum": 0.5}, {"lr": 0.25})]

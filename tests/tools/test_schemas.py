@@ -152,7 +152,7 @@ def test_arguments_of_every_type_are_damaged():
 def test_out_tensors_have_the_dtype_of_the_inputs_or_another(name, outs):
     made = [from_schema.call(name, k) for k in range(150)]
     for out in outs:
-        dtypes = [(each.args[0].dtype, each.kwargs[out].dtype) for each in made]
+        dtypes = [(call.args[0].dtype, call.kwargs[out].dtype) for call in made]
         assert {torch.float64, torch.int64, torch.bfloat16} <= {dtype for _, dtype in dtypes}
         same = sum(dtype == given for given, dtype in dtypes if given != torch.float32)
         assert 0.2 < same / sum(given != torch.float32 for given, _ in dtypes) < 0.9
@@ -271,5 +271,5 @@ def test_sizes_that_lie_on_the_host():
     assert torch.equal(actual.data.cpu(), expected.data) and not actual.batch_sizes.is_openreg
     padded, sizes = torch.rand(2, 2, 3), torch.tensor([[2, 3], [1, 3]])
     nested = torch._nested_from_padded(padded.to("openreg"), sizes)
-    for row, each in zip(nested.unbind(), torch._nested_from_padded(padded, sizes).unbind(), strict=True):
-        assert torch.equal(row.cpu(), each)
+    for row, unpadded in zip(nested.unbind(), torch._nested_from_padded(padded, sizes).unbind(), strict=True):
+        assert torch.equal(row.cpu(), unpadded)
