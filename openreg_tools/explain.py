@@ -216,13 +216,12 @@ def _resolve(op: str, args: tuple, kwargs: dict) -> str:
 
 
 def _overloads(op: str, known: Iterable[str]) -> list[str]:
-    """Every overload of an operator: first Tensor, the default, and the one with the most tensors; out variants
-    last."""
+    """Every overload of an operator: first the default, or else the one with the most tensors; out variants last."""
 
     def order(name: str) -> tuple:
         arguments, overload = dispatch.schema(name).arguments, name.partition(".")[2]
         tensors = sum(str(a.type) == "Tensor" for a in arguments)
-        return any(a.is_out for a in arguments), overload != "Tensor", overload != "", -tensors, name
+        return any(a.is_out for a in arguments), overload != "", -tensors, name
 
     return sorted((name for name in known if name.partition(".")[0] == op.partition(".")[0]), key=order)
 

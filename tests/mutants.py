@@ -53,6 +53,7 @@ TESTS = {
     "openreg_ops/distributed/": "tests/backend",
     "openreg_ops/fallback.py": "tests/aten",
     "openreg_ops/inductor/": "tests/graph",
+    "openreg_ops/optim.py": "tests/ops/test_adamw_step_.py",
     "openreg_ops/sanitizer/": "tests/runtime/test_*sanitizer.py tests/backend/test_collectives.py",
     "openreg_ops/schedules/": "tests/runtime/test_schedule*.py tests/backend/test_schedules_of_ranks.py",
     "openreg_ops/tools/": "tests/tools/test_new_package.py",
@@ -63,13 +64,21 @@ TESTS = {
         (f"openreg_tools/core/{name}.py" for name in ("blocks", "device", "options", "page", "report")),
         "tests/tools/test_report.py tests/tools/test_command_line.py",
     ),
+    **dict.fromkeys(
+        (
+            f"openreg_tools/core/{name}.py"
+            for name in ("attempts", "from_schema", "known_arguments", "opinfo", "variations")
+        ),
+        "tests/tools/test_schemas.py tests/tools/test_generated.py tests/tools/test_conformance*.py tests/tools/test_checker.py",
+    ),
     "openreg_tools/core/info.py": "tests/tools/test_info.py",
     "openreg_tools/core/program.py": "tests/tools/test_trace.py",
     "openreg_tools/core/waits.py": "tests/tools/test_trace.py tests/tools/test_pytest_plugin.py",
     "openreg_tools/dispatch.py": "tests/tools/test_operators_command.py tests/tools/test_explain.py",
     "openreg_tools/manifest.py": "tests/tools/test_operators_command.py tests/tools/test_drift.py",
     "openreg_tools/recorder.py": "tests/tools/test_trace.py tests/tools/test_explain.py",
-    "openreg_tools/conformance/": "tests/tools/test_conformance*.py tests/tools/test_schemas.py",
+    "openreg_tools/check/": "tests/tools/test_check*.py tests/tools/test_mistakes.py",
+    "openreg_tools/conformance/": "tests/tools/test_conformance*.py tests/tools/test_generated.py tests/tools/test_schemas.py",
 }
 EXCLUDED = re.compile("openreg_ops/(_build.py|meta/|include/|tools/templates/)")  # written by setup.py, or a link
 IGNORED = {"strict", "flush", "help", "metavar", "description"}  # options that change no result
@@ -124,7 +133,7 @@ def of_python(file: str) -> Iterator[Callable[[], list[Mutant]]]:
 def of_statement(file: str, statement: ast.stmt) -> list[Mutant]:
     """The changes of a statement, or of its head."""
     body, line = getattr(statement, "body", []), text_of(file).split("\n")[statement.lineno - 1]
-    inner = [each.lineno for child in body for each in (child, *getattr(child, "decorator_list", []))]
+    inner = [node.lineno for child in body for node in (child, *getattr(child, "decorator_list", []))]
     first, last = statement.lineno, min(inner) - 1 if inner else statement.end_lineno
     indent, is_elif = line[: statement.col_offset], line.strip().startswith("elif ")
     if last < first or indent.strip():
@@ -255,7 +264,7 @@ def balanced(text: str) -> bool:
 def switched(file: str, numbered: dict[Mutant, int]) -> str:
     """The C++ file with all of these mutants, each behind its number, and one line before the first."""
     return '#include "openreg_mutant.h"\n' + applied(
-        text_of(file), [*numbered], lambda each: each.new.replace("@", f"::openreg_mutant({numbered[each]})")
+        text_of(file), [*numbered], lambda mutant: mutant.new.replace("@", f"::openreg_mutant({numbered[mutant]})")
     )
 
 
@@ -287,10 +296,10 @@ def build(tree: Path, mutants: list[Mutant]) -> dict[Mutant, int]:
 def draw(paths: list[str], cpp: bool, seed: int) -> Iterator[Mutant]:
     """One mutant of each statement, in random order. Each kind of change that it has is equally likely."""
     rng = random.Random(seed)
-    found = {str(each.relative_to(ROOT)) for path in paths for each in [ROOT / path, *(ROOT / path).rglob("*")]}
+    found = {str(file.relative_to(ROOT)) for path in paths for file in [ROOT / path, *(ROOT / path).rglob("*")]}
     endings = (".cpp", ".h") if cpp else ".py"
     files = [name for name in sorted(found) if name.endswith(endings) and not EXCLUDED.match(name)]
-    statements = [each for file in files for each in (of_cpp if cpp else of_python)(file)]
+    statements = [make for file in files for make in (of_cpp if cpp else of_python)(file)]
     rng.shuffle(statements)
     for make in statements:
         kinds = collections.defaultdict(list)
@@ -329,7 +338,7 @@ def without_mutant(tests: str, marker: str) -> tuple[float, list[str]]:
 def noticed_by(mutant: Mutant, number: int, markers: list[str]) -> str:
     """The test that notices the mutant, or ""."""
     path = OUT / mutant.file
-    for tests, marker in [(named_after(mutant.file), ""), *((tests_of(mutant.file), each) for each in markers)]:
+    for tests, marker in [(named_after(mutant.file), ""), *((tests_of(mutant.file), marker) for marker in markers)]:
         seconds, failing = without_mutant(tests, marker)
         if not number:
             path.write_text(applied(text_of(mutant.file), [mutant]))
@@ -343,7 +352,7 @@ def noticed_by(mutant: Mutant, number: int, markers: list[str]) -> str:
 
 def run(tests: str, marker: str, number: int, timeout: float, *options: str) -> list[str]:
     """Returns the tests that fail, or else why pytest did."""
-    paths = [str(path.relative_to(OUT)) for each in tests.split() for path in OUT.glob(each)]
+    paths = [str(path.relative_to(OUT)) for pattern in tests.split() for path in OUT.glob(pattern)]
     if not paths:
         return []
     command = [sys.executable, "-m", "pytest", "-qrfE", "-pno:cacheprovider", f"-n{PROCESSES}", "--dist=loadfile"]
@@ -398,7 +407,7 @@ def main() -> None:
         for row in ("/".join(mutant.file.split("/")[:-1][:2]), "all"):
             rows[row][bool(by)] += 1
     print(f"\nseed {arguments.seed}; {len(drawn) - len(numbers)} changes do not compile")
-    for name, row in sorted(rows.items(), key=lambda each: (each[0] == "all", each[0])):
+    for name, row in sorted(rows.items(), key=lambda item: (item[0] == "all", item[0])):
         print(f"{name:32}{row[True]:6} of {row.total():3} noticed, {row[True] / row.total():.0%}")
 
 

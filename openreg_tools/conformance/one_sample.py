@@ -160,7 +160,7 @@ class OneSample:
                 outs = tuple(move(make(t)) for t in flat)
                 kept = [out.data_ptr() for out in outs]
                 returned = self.call(self.op, move, out=outs[0] if isinstance(result, torch.Tensor) else outs)
-                leaves = [returned] if isinstance(returned, torch.Tensor) else list(returned)
+                leaves = [returned] if isinstance(returned, torch.Tensor) else returned
                 same = [a is b for a, b in zip(leaves, outs, strict=False)]
                 moved = [a != out.data_ptr() for a, out in zip(kept, outs, strict=True)]
                 return outs, same, moved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
 import re
@@ -12,9 +13,11 @@ import torch
 import torch.nn.functional as F
 import torchgen
 import yaml
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
+from openreg_ops import cuda_operators
 from openreg_ops.cuda_operators import KERNELS, MISSING
 from openreg_ops.cuda_operators.missing import REASONS
 
@@ -166,9 +169,6 @@ WRONG_PRODUCTS = {
         half(2, 2), half(2, 2), out_dtype=torch.bfloat16
     ),
     "fp32 for fp16/bf16 inputs": lambda: torch.bmm(half(1, 2, 2), half(1, 2, 2), out_dtype=torch.float64),
-    "dtype of the provided out tensor": lambda: torch.mm(
-        half(2, 2), half(2, 2), out_dtype=torch.float32, out=half(2, 2)
-    ),
     "self_ dim 1 must match mat2 dim 1": lambda: torch.mm(
         half(2, 2), half(2, 2), out_dtype=torch.float32, out=torch.empty(2, 3, device=D)
     ),
@@ -191,13 +191,21 @@ WRONG_PRODUCTS = {
     "Expected all tensors to be on the same device": lambda: torch.mm(
         half(2, 2), half(2, 2).cpu(), out_dtype=torch.float32
     ),
+    "tensors must be 2-D": lambda: torch.mm(half(2, 2), half(2, 2), out_dtype=torch.float32, out=half(4).float()),
+    "self_ dim 0 must match mat1 dim 0": lambda: torch.mm(
+        half(2, 2), half(2, 2), out_dtype=torch.float32, out=half(3, 2).float()
+    ),
+    "batch2 must be a 3D tensor": lambda: torch.bmm(half(1, 2, 2), half(2, 2), out_dtype=torch.float32),
+    "self must be a 3D tensor": lambda: torch.baddbmm(
+        half(2, 2), half(1, 2, 2), half(1, 2, 2), out_dtype=torch.float32
+    ),
+    "mat1 and mat2 must have the same dtype, but got": lambda: torch.addmm(
+        half(2, 2), half(2, 2), half(2, 2).float(), out_dtype=torch.float32
+    ),
+    "self must have the same shape": lambda: torch.bmm(
+        half(1, 2, 2), half(1, 2, 2), out_dtype=torch.float32, out=half(1, 2, 3).float()
+    ),
 }
-
-
-@pytest.mark.parametrize("message", WRONG_PRODUCTS)
-def test_what_cuda_refuses(message):
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        WRONG_PRODUCTS[message]()
 
 
 def test_they_have_no_derivative_as_on_cuda():
@@ -322,25 +330,63 @@ def test_groups_are_captured():
     assert torch.equal(y, torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs))
 
 
-def test_wrong_groups_are_refused():
-    a, b, scale_a, scale_b, offs, _ = (x.to(D) for x in next(grouped_cases()))
-    scales = scale_a, scale_b
-    for message, call in {
-        "Expected mat1 to not be transposed": lambda: torch._scaled_grouped_mm(a.T, b, *scales, offs),
-        "Expected mat2 to be transposed": lambda: torch._scaled_grouped_mm(a, b.mT.contiguous(), *scales, offs),
-        "Have to provide offsets": lambda: torch._scaled_grouped_mm(a, b, *scales),
-        "Offsets have to be int32": lambda: torch._scaled_grouped_mm(a, b, *scales, offs.long()),
-        "Bias not supported": lambda: torch._scaled_grouped_mm(a, b, *scales, offs, scale_a),
-        "Only bf16": lambda: torch._scaled_grouped_mm(a, b, *scales, offs, out_dtype=torch.float32),
-        "both scales must both be float32": lambda: torch._scaled_grouped_mm(a, b, scale_a.half(), scale_b, offs),
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            call()
-    with pytest.raises(RuntimeError, match="scale must have the same length as mat for arg 0"):
-        torch._scaled_grouped_mm(a, b, scale_a[1:].clone(), scale_b, offs)
-    blocks = torch.ones(48, 4, device=D).to(torch.float8_e8m0fnu)
-    with pytest.raises(NotImplementedError, match="USE_FBGEMM_GENAI"):
-        torch._scaled_grouped_mm(a, b, blocks, blocks, offs)
+@functools.cache
+def groups():
+    """A call of _scaled_grouped_mm: rows in two groups, times a matrix for each."""
+    names = ("self", "mat2", "scale_a", "scale_b", "offs")
+    return {name: x.to(D) for name, x in zip(names, next(grouped_cases()), strict=False)}
+
+
+def in_groups(**changed):
+    return lambda: aten._scaled_grouped_mm(**{**groups(), **changed})
+
+
+def in_groups_v2(kind=F.ScalingType.RowWise, **changed):
+    given = {**groups(), **changed}
+    return lambda: F.scaled_grouped_mm(
+        given["self"], given["mat2"], given["scale_a"], kind, given["scale_b"], kind, offs=given["offs"],
+        contraction_dim=changed.get("contraction_dim", ()),
+    )  # fmt: skip
+
+
+WRONG_GROUPS = {
+    "Expected mat1 to not be transposed": in_groups(self=eight_bits(16, 48).to(D).T),
+    "Expected mat2 to be transposed": in_groups(mat2=eight_bits(2, 16, 32).to(D)),
+    "Have to provide offsets": in_groups(offs=None),
+    "Offsets have to be int32": in_groups(offs=torch.tensor([16, 48], device=D)),
+    "offs has to be 1D": in_groups(offs=torch.tensor([[16], [48]], device=D, dtype=torch.int32)),
+    "Bias not supported": in_groups(bias=half(32)),
+    "Scale result not supported": in_groups(scale_result=half(1)),
+    "Only bf16": in_groups(out_dtype=torch.float32),
+    "both scales must both be float32": in_groups(scale_a=half(48)),
+    "mat_a has to be 2 or 3d": in_groups(self=eight_bits(1, 1, 48, 16).to(D)),
+    "mat_b has to be 2 or 3d": in_groups(mat2=eight_bits(1, 2, 32, 16).to(D).mT),
+    "contraction dimension of mat_a and mat_b": in_groups(self=eight_bits(48, 32).to(D)),
+    "trailing dimension of mat_a to be divisible by 16": in_groups(
+        self=eight_bits(48, 32).to(D)[:, :24], mat2=eight_bits(2, 32, 32).to(D)[..., :24].mT
+    ),
+    "Expected mat_b shape to be divisible by 16": in_groups(mat2=eight_bits(2, 24, 16).to(D).mT),
+    "matrix batch sizes have to match": in_groups(mat2=eight_bits(3, 32, 16).to(D).mT),
+    "strides should be multiple of 16 bytes": in_groups(self=eight_bits(48, 24).to(D)[:, :16]),
+    "Invalid strides/sizes": in_groups(self=eight_bits(48, 32).to(D)[:, ::2]),
+    "scale must be a 1D tensor, but got 2D, arg 0": in_groups(scale_a=half(48, 1).float()),
+    "scale must be contiguous for arg 0": in_groups(scale_a=half(96).float()[::2]),
+    "scale must have the same length as mat for arg 0": in_groups(scale_a=half(47).float()),
+    "scale must be a 2D tensor, but got 1D for arg 1": in_groups(scale_b=half(64).float()),
+    "scale must be contiguous in the last dimension for arg 1": in_groups(scale_b=half(32, 2).float().T),
+    "scale must have the same batch dimension as mat for arg 1": in_groups(scale_b=half(3, 32).float()),
+    "scale must have the same first dimension as mat for arg 1": in_groups(scale_b=half(2, 31).float()),
+    "Expected mat_a to be Float8_e4m3 matrix": in_groups(self=half(48, 16)),
+    "Expected mat_b to be Float8_e4m3 matrix": in_groups(mat2=half(2, 32, 16).mT),
+    "mxfp8_mxfp8 grouped gemm requires compile with USE_FBGEMM_GENAI": in_groups(
+        **dict.fromkeys(("scale_a", "scale_b"), torch.ones(48, 4).to(D, torch.float8_e8m0fnu))
+    ),
+    "block-scaled grouped gemm requires": in_groups_v2(
+        **dict.fromkeys(("scale_a", "scale_b"), torch.ones(48, 4).to(D, torch.float8_e8m0fnu))
+    ),
+    "No gemm implementation": in_groups_v2(F.ScalingType.TensorWise),
+    "Curently contraction dims must be": in_groups_v2(contraction_dim=(-2, -1)),
+}
 
 
 # ---- weights of 4 bits ----
@@ -372,27 +418,29 @@ def test_a_word_of_4_bit_weights_by_hand():
     assert [word >> 4 * i & 15 for i in range(8)] == weight[1, columns].tolist()
 
 
-def test_wrong_4_bit_weights_are_refused():
-    pairs = torch.zeros(8, 32, dtype=torch.uint8, device=D)
-    for call in (
-        lambda: torch._convert_weight_to_int4pack(pairs.int(), 2),
-        lambda: torch._convert_weight_to_int4pack(pairs, 3),
-        lambda: torch._convert_weight_to_int4pack(pairs[:, :24].contiguous(), 2),
-        lambda: torch._convert_weight_to_int4pack(pairs.t(), 2),
-    ):
-        with pytest.raises(RuntimeError, match="_convert_weight_to_int4pack: expected"):
-            call()
-    packed, x = torch._convert_weight_to_int4pack(pairs, 2), torch.ones(2, 64, device=D).bfloat16()
-    scales = torch.ones(2, 8, 2, device=D).bfloat16()
-    for call in (
-        lambda: torch._weight_int4pack_mm(x.float(), packed, 32, scales),
-        lambda: torch._weight_int4pack_mm(x, packed, 48, scales),
-        lambda: torch._weight_int4pack_mm(x[:, :32].contiguous(), packed, 32, scales[:1]),
-        lambda: torch._weight_int4pack_mm(x, packed, 64, scales),
-        lambda: torch._weight_int4pack_mm(x, packed, 32, scales.float()),
-    ):
-        with pytest.raises(RuntimeError, match="_weight_int4pack_mm: expected"):
-            call()
+def pack(*shape, inner=2, dtype=torch.uint8):
+    return lambda: torch._convert_weight_to_int4pack(torch.zeros(shape, dtype=dtype, device=D), inner)
+
+
+def multiply_packed(**changed):
+    given = {"self": torch.ones(2, 64), "qScaleAndZeros": torch.ones(2, 8, 2)}
+    given = {name: x.to(D, torch.bfloat16) for name, x in given.items()}
+    return lambda: aten._weight_int4pack_mm(**{**given, "mat2": pack(8, 32)(), "qGroupSize": 32, **changed})
+
+
+WRONG_4_BITS = {
+    "expected a weight of shape [n, k / 2], but got [32]": pack(32),
+    "expected a weight of torch.uint8, but got torch.int32": pack(8, 32, dtype=torch.int32),
+    "expected a contiguous weight": lambda: torch._convert_weight_to_int4pack(torch.zeros(32, 8).byte().to(D).t(), 2),
+    "expected innerKTiles to be 2, 4 or 8, but got 3": pack(8, 32, inner=3),
+    "expected k to be a multiple of 32, innerKTiles * 16, but got 48": pack(8, 24),
+    "expected a contiguous matrix of torch.bfloat16, but got torch.float16": multiply_packed(self=half(2, 64)),
+    "expected mat2 from _convert_weight_to_int4pack": multiply_packed(mat2=half(1, 2, 32, 1)),
+    "expected mat2 of 32 columns": multiply_packed(self=half(2, 32).bfloat16()),
+    "expected qGroupSize to be 32, 64, 128 or 256, but got 48": multiply_packed(qGroupSize=48),
+    "expected k to be a multiple of 128, but got 64": multiply_packed(qGroupSize=128),
+    "expected qScaleAndZeros of shape [1, 8, 2] and torch.bfloat16": multiply_packed(qGroupSize=64),
+}
 
 
 # ---- attention ----
@@ -533,23 +581,19 @@ def test_batch_norm_by_parts(dtype, layout):
     torch.batch_norm_elemt(parts[0], weight, bias, mean, invstd, 1e-3, out=out)
     assert out.equal(results[0])
     sums = [
-        torch.batch_norm_backward_reduce(*each, mean, invstd, weight, True, True, True)
-        for each in zip(grads, parts, strict=True)
+        torch.batch_norm_backward_reduce(*pair, mean, invstd, weight, True, True, True)
+        for pair in zip(grads, parts, strict=True)
     ]
     assert_same(sums[0][2] + sums[1][2], wide[1].grad)
     assert_same(sums[0][3] + sums[1][3], wide[2].grad)
     both = sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]
     got = [
-        torch.batch_norm_backward_elemt(*each, mean, invstd, weight, *both, counts.int())
-        for each in zip(grads, parts, strict=True)
+        torch.batch_norm_backward_elemt(*pair, mean, invstd, weight, *both, counts.int())
+        for pair in zip(grads, parts, strict=True)
     ]
     assert_same(torch.cat(got), wide[0].grad)
     even = torch.batch_norm_gather_stats(parts[0], mean[None], invstd[None], None, None, 0.3, 1e-3, 120)
     assert_close(even, (mean, invstd))
-    with pytest.raises(RuntimeError, match=r"batch_norm_stats: expected an input \[N, C, ...\], but got one of 1 dim"):
-        torch.batch_norm_stats(weight, 1e-3)
-    with pytest.raises(RuntimeError, match="a count for each process, but got"):
-        torch.batch_norm_gather_stats_with_counts(x.to("openreg"), mean, invstd, None, None, 0.3, 1e-3, counts)
 
 
 # ---- fused cells of recurrent networks ----
@@ -567,3 +611,170 @@ def test_fused_cells_gradcheck(cell):
         inputs = (double(2, 9), double(2, 9), double(2, 3), double(9), double(9))
         outputs, function = 0, torch.ops.aten._thnn_fused_gru_cell
     assert torch.autograd.gradcheck(lambda *a: function(*a)[outputs], inputs)
+
+
+# ---- wrong arguments ----
+
+
+def of(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype, device=D)
+
+
+# A right call of each operator that compares its tensors with one of them, which comes first here.
+ALIKE = {
+    "_thnn_fused_lstm_cell": dict(
+        input_gates=of(2, 12), hidden_gates=of(2, 12), cx=of(2, 3), input_bias=of(12), hidden_bias=of(12)
+    ),
+    "_thnn_fused_gru_cell": dict(
+        input_gates=of(2, 9), hidden_gates=of(2, 9), hx=of(2, 3), input_bias=of(9), hidden_bias=of(9)
+    ),
+    "_thnn_fused_lstm_cell_backward_impl": dict(
+        cx=of(2, 3), cy=of(2, 3), grad_hy=of(2, 3), grad_cy=of(2, 3), workspace=of(2, 12), has_bias=True
+    ),
+    "_thnn_fused_gru_cell_backward": dict(grad_hy=of(2, 3), workspace=of(2, 15), has_bias=True),
+}
+CHANGES = {
+    "of shape": lambda x: x[:1].repeat(3, *[1] * (x.dim() - 1)),
+    "is on cpu": Tensor.cpu,
+    "is of Double": Tensor.double,
+}
+
+
+# A right call of each part of a batch normalization.
+CHANNELS = dict(mean=of(3), invstd=of(3), weight=of(3))
+PARTS = {
+    "batch_norm_stats": dict(input=of(2, 3, 4), eps=1e-3),
+    "batch_norm_elemt": dict(input=of(2, 3, 4), bias=of(3), **CHANNELS, eps=1e-3),
+    "batch_norm_gather_stats_with_counts": dict(
+        input=of(2, 3, 4), mean=of(2, 3), invstd=of(2, 3), running_mean=of(3), running_var=of(3), momentum=0.3, eps=1e-3,
+        counts=of(2),
+    ),
+    "batch_norm_gather_stats": dict(
+        input=of(2, 3, 4), mean=of(2, 3), invstd=of(2, 3), running_mean=None, running_var=None, momentum=0.3, eps=1e-3,
+        count=4,
+    ),
+    "batch_norm_backward_reduce": dict(
+        grad_out=of(2, 3, 4), input=of(2, 3, 4), **CHANNELS, input_g=True, weight_g=True, bias_g=True
+    ),
+    "batch_norm_backward_elemt": dict(
+        grad_out=of(2, 3, 4), input=of(2, 3, 4), **CHANNELS, sum_dy=of(3), sum_dy_xmu=of(3), count=of(2)
+    ),
+}  # fmt: skip
+CALLS = ALIKE | PARTS
+
+
+def call(op, **changed):
+    return lambda: getattr(aten, op).default(**{**CALLS[op], **changed})
+
+
+def wrong_arguments():
+    """Each operator with one wrong argument, which the error names, and the rest of the sentence."""
+    for op, given in ALIKE.items():
+        like, *others = (name for name, value in given.items() if isinstance(value, Tensor))
+        yield f"{op}: expected floating-point tensors, but got Int; convert", call(op, **{like: given[like].int()})
+        for name in {"input_gates", "cx", "grad_hy"} & {like}:
+            yield f"{op}: expected {like} of two dimensions, but got shape [2]", call(op, **{name: of(2)})
+        for name, (change, wrong) in itertools.product(others, CHANGES.items()):
+            shown = "the hidden state" if name in ("cx", "hx") else name
+            first = "" if change.startswith("of shape") else "every tensor "
+            yield f"{op}: expected {first}…{shown} {change}", call(op, **{name: wrong(given[name])})
+    for op, parts in (("_thnn_fused_lstm_cell", 4), ("_thnn_fused_gru_cell", 3)):
+        yield (
+            f"{op}: expected input_gates of {parts} equal parts side by side, but got",
+            call(op, input_gates=of(2, 11)),
+        )
+        yield f"{op}: expected two biases or none, but got one", call(op, input_bias=None)
+        yield f"{op}: expected two biases or none, but got one", call(op, hidden_bias=None)
+    for op, given in PARTS.items():
+        for name, value in given.items():
+            unused = op.startswith("batch_norm_gather_stats") and name == "input"
+            if not isinstance(value, Tensor) or unused:
+                continue
+            shown = "running statistics" if name.startswith("running") else name
+            yield f"{op}…: expected {shown} of real numbers, but got Bool", call(op, **{name: value.bool()})
+            if value.shape == (3,) and not name.startswith("running"):
+                yield (
+                    f"{op}: expected {name} of 3 values, one for each channel of input, but got",
+                    call(op, **{name: of(4)}),
+                )
+            if name == "grad_out":
+                yield f"{op}: expected grad_out of the shape of input, [2, 3, 4], but got", call(op, grad_out=of(2, 3))
+            if name == "input":
+                yield f"{op}: expected a floating-point input, but got Int; convert it", call(op, input=value.int())
+                yield f"{op}: expected an input [N, C, ...], but got one of 1 dimensions", call(op, input=of(3))
+    op = "batch_norm_gather_stats_with_counts"
+    for name, wrong in dict(mean=of(3), invstd=of(2, 4), counts=of(3)).items():
+        yield (
+            f"{op}: expected mean and invstd [processes, C] and a count for each process, but got",
+            call(op, **{name: wrong}),
+        )
+    yield (
+        "batch_norm_gather_stats: expected mean [processes, C], but got [3]",
+        call("batch_norm_gather_stats", mean=of(3)),
+    )
+    out, given = of(2, 3), PARTS["batch_norm_elemt"]
+    yield (
+        "batch_norm_elemt: expected out of shape [2, 3, 4], the same as input, but got",
+        lambda: aten.batch_norm_elemt.out(**given, out=out),
+    )
+    yield (
+        "batch_norm_elemt: expected out of real numbers, but got Bool",
+        lambda: aten.batch_norm_elemt.out(**given, out=of(2, 3, 4).bool()),
+    )
+    matrix, batch = half(2, 2), half(1, 2, 2)
+    products = [(torch.mm, 2, matrix), (torch.addmm, 3, matrix), (torch.bmm, 2, batch), (torch.baddbmm, 3, batch)]
+    for product, count, x in products:
+        options = dict(out_dtype=torch.float32, out=torch.empty_like(x))
+        yield "the dtype of the provided out tensor", functools.partial(product, *[x] * count, **options)
+    options = dict(out_dtype=torch.float32, out=half(1, 2, 3).float())
+    yield "self must have the same shape as the output", functools.partial(torch.baddbmm, *[batch] * 3, **options)
+    yield (
+        "mat1 must be a matrix, got 3-D",
+        functools.partial(torch.addmm, matrix, batch, matrix, out_dtype=torch.float32),
+    )
+    yield "Expected mat2 to be transposed", in_groups_v2(mat2=eight_bits(2, 16, 32).to(D))
+    yield "mask should be torch.uint8 dtype", lambda: aten._masked_scale(of(2), of(2), 2.0)
+    number = torch.tensor(2.0)
+    yield (
+        "scalar tensor expected to be on openreg:0 but is on cpu",
+        lambda: aten._foreach_add.Tensor([of(2)] * 2, number),
+    )
+    yield "scalar tensor is expected to be on openreg:0", lambda: aten._foreach_add_.Tensor([of(2)] * 2, number)
+
+
+WRONG = [*WRONG_PRODUCTS.items(), *WRONG_GROUPS.items(), *WRONG_4_BITS.items(), *wrong_arguments()]
+
+
+@pytest.mark.parametrize("message, wrong", WRONG, ids=[f"{message}-{i}" for i, (message, _) in enumerate(WRONG)])
+def test_what_cuda_refuses(message, wrong):
+    kind = NotImplementedError if "requires" in message else RuntimeError
+    if message in WRONG_GROUPS and not re.search("^scale |^matrix |^strides |^Invalid |requires", message):
+        kind = ValueError
+    with pytest.raises(kind, match=re.escape(message).replace("…", ".*")) as caught:
+        wrong()
+    assert caught.type is kind
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_a_right_call_is_accepted(op):
+    call(op)()
+
+
+def test_each_rule_refuses_a_call():
+    """Each call of `expect` and of the checks made of it, and each error that is raised, ends one of the calls above."""
+    reached = set()
+    for _, wrong in WRONG:
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            wrong()
+        reached |= {(entry.path, entry.lineno + 1) for entry in caught.traceback}
+    missed = []
+    for path in Path(cuda_operators.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Expr(ast.Call(ast.Name(name))) if name.lstrip("_").startswith("expect"):
+                    is_rule = name != "expect_tensor"  # PyTorch passes no undefined tensor
+                case _:
+                    is_rule = isinstance(node, ast.Raise) and path.stem not in ("registry", "missing")
+            if is_rule and not {(path, line) for line in range(node.lineno, node.end_lineno + 1)} & reached:
+                missed.append(f"{path.name}:{node.lineno}")
+    assert not missed

@@ -1,5 +1,6 @@
 """Collectives in graphs: each replay makes the calls again, on every process of the group."""
 
+import contextlib
 import signal
 import time
 from datetime import timedelta
@@ -227,6 +228,13 @@ def check_sanitized():
             x.fill_(2)
         with pytest.raises(_sanitizer.OpenregSanitizerErrors):
             graph.replay()
+        torch.openreg.current_stream().wait_stream(side)
+        # What rank 0 broadcasts, it only reads, and so may another stream.
+        graph, _ = captured(lambda: dist.broadcast(x, 0))
+        side.wait_stream(torch.openreg.current_stream())
+        graph.replay()
+        with side, pytest.raises(_sanitizer.OpenregSanitizerErrors) if dist.get_rank() else contextlib.nullcontext():
+            x + 1
         torch.openreg.current_stream().wait_stream(side)
 
 

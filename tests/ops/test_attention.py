@@ -212,7 +212,10 @@ def test_scores_beyond_the_precision_of_1(dtype):
 
 
 def test_backward_operator():
-    """It is a function of independent tensors: out and logsumexp need not belong to q, k and v."""
+    """It is a function of independent tensors: out and logsumexp need not belong to q, k and v.
+
+    Rows with a logsumexp of -inf have no weights, whatever their scores are.
+    """
     q, k, v = qkv(2, 4, 2, 5, 7, 3, 4)
     bias, out, grad_out, logsumexp, grad_logsumexp = (
         random(*s) for s in [(4, 5, 1), (2, 4, 5, 4), (2, 4, 5, 4), (2, 4, 5), (2, 4, 5)]
@@ -221,7 +224,9 @@ def test_backward_operator():
 
     def expected(grad_out, grad_logsumexp, q, k, v, bias, out, logsumexp):
         k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-        p = (0.5 * q @ k.mT + bias - logsumexp.unsqueeze(-1)).exp()
+        seen = logsumexp > -math.inf
+        scores = 0.5 * q @ k.mT + bias
+        p = (scores - logsumexp.masked_fill(~seen, 0).unsqueeze(-1)).exp() * seen.unsqueeze(-1)
         ds = p * (grad_out @ v.mT - ((grad_out * out).sum(-1) - grad_logsumexp).unsqueeze(-1))
 
         def shared(x):
@@ -229,10 +234,15 @@ def test_backward_operator():
 
         return 0.5 * ds @ k, shared(0.5 * ds.mT @ q), shared(p.mT @ grad_out), ds.sum((0, 3), keepdim=True)[0]
 
-    inputs = (grad_out, grad_logsumexp, q, k, v, bias, out, logsumexp)
-    kit.check_against(
-        lambda *x: attention_backward(*x, scale=0.5, bias_grad=True), expected, *inputs, scale=10, grads=False
-    )
+    def backward(*inputs):
+        return attention_backward(*inputs, scale=0.5, bias_grad=True)
+
+    blind = logsumexp.clone()
+    blind[:, :, [1, 4]] = -math.inf
+    for given in logsumexp, blind:
+        inputs = (grad_out, grad_logsumexp, q, k, v, bias, out, given)
+        kit.check_against(backward, expected, *inputs, scale=10, grads=False)
+        kit.check_other_devices(backward, *inputs)
     *_, grad_bias = attention_backward(grad_out, None, q, k, v, bias, out, logsumexp, scale=0.5)
     assert grad_bias.shape == (0,)
 

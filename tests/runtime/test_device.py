@@ -4,6 +4,8 @@ import pytest
 import torch
 from processes import python
 
+from openreg_ops.device import devices
+
 
 def test_module_is_registered():
     assert torch.get_device_module("openreg") is torch.openreg
@@ -21,6 +23,18 @@ def test_peers_and_dtypes():
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.openreg.can_device_access_peer(0, 7)
     assert torch.openreg.ipc_collect() is None
+
+
+def test_what_a_system_does_not_tell(monkeypatch):
+    """A device's properties are there where the system has no size of a cache, and no identity of the machine."""
+
+    def untold(*_):
+        raise OSError
+
+    monkeypatch.setattr("os.sysconf", untold)
+    monkeypatch.setattr("builtins.open", untold)
+    assert devices._cache_size() == 0
+    assert devices._uuid(0) == devices._uuid(0) != devices._uuid(1)
 
 
 @pytest.mark.parametrize("bad", [2, 63, "openreg:9", 127, 255, 257, 10**6, -2])

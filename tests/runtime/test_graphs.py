@@ -367,6 +367,26 @@ def test_allocator_functions():
     assert torch.openreg.memory_allocated(DEVICE) == before
     with pytest.raises(RuntimeError, match="caching_allocator_delete: expected an address"):
         torch.openreg.caching_allocator_delete(address)
+    stream = torch.openreg.Stream()
+    for given in stream, stream.stream_id:
+        torch.openreg.caching_allocator_delete(torch.openreg.caching_allocator_alloc(1000, DEVICE, given))
+    with pytest.raises(
+        TypeError, match="caching_allocator_alloc: expected stream as a torch.Stream or its .* got 'side'"
+    ):
+        torch.openreg.caching_allocator_alloc(1000, DEVICE, "side")
+
+
+def test_annotations_are_refused():
+    graph, x = torch.openreg.Graph(), torch.ones(2, device=DEVICE)
+    for function, call in {
+        "graph": lambda on: torch.openreg.graph(graph, enable_annotations=on),
+        "make_graphed_callables": lambda on: torch.openreg.make_graphed_callables(
+            torch.nn.ReLU(), (x,), enable_annotations=on
+        ),
+    }.items():
+        call(False)
+        with pytest.raises(NotImplementedError, match=f"^{function}: expected enable_annotations=False, but got True"):
+            call(True)
 
 
 # ---- the object ----

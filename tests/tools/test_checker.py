@@ -18,6 +18,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import types
 import warnings
 from pathlib import Path
@@ -34,7 +35,7 @@ from openreg_ops.testing import Sample, check
 from openreg_tools.check import command as check_command
 from openreg_tools.check.case import Case
 from openreg_tools.check.checker import derived, operator
-from openreg_tools.check.checks import CHECKS, SLOW, unbacked
+from openreg_tools.check.checks import ANY_LAYOUT, CHECKS, SLOW, streams, unbacked
 from openreg_tools.check.checks.derivatives import derivative
 from openreg_tools.check.report import Report, Result
 from openreg_tools.check.settings import preserved
@@ -213,6 +214,16 @@ def in_memory_order(x):
     return (x.as_strided((x.numel(),), (1,), x.storage_offset()) * 2).reshape(x.shape)
 
 
+def y_alone():
+    raise NotImplementedError("y alone")
+
+
+def refuses_a_generator(g):
+    if g is not None:
+        raise ValueError("no generator")
+    return torch.ones(3)
+
+
 def aligned(x):
     if x.is_contiguous() and type(x) is Tensor and x.data_ptr() % 16:
         raise RuntimeError("misaligned address")
@@ -275,6 +286,14 @@ def drifts(x, calls=[]):  # noqa: B006 -- it counts the calls
 
 def unwritten(x):
     return torch.empty_like(x).mul_(0) + x
+
+
+def slow(x):
+    """Takes a fifth of a second of the processor's time."""
+    until = time.thread_time() + 0.2
+    while time.thread_time() < until:
+        pass
+    return x * 2
 
 
 def stream_id(x):
@@ -475,6 +494,8 @@ TABLE = [
     Broken("compile", "under torch.compile with static shapes the gradient of x differs", double,
            backward=lambda ctx, g: g * (3 if traced(g) else 2)),
     Broken("compile", "torch.compile with static shapes raised", double, fake=None),
+    Broken("compile", "under torch.compile with static shapes output 0 has strides (1, 4) instead of (6, 1)",
+           lambda x: (x * 2).t().contiguous().t() if torch.compiler.is_compiling() else x * 2, key="CompositeImplicitAutograd"),
     Broken("compile", "eager mode refuses the gradient with an error, but under torch.compile there is neither error nor gradient",
            double, Autograd=refuses_but_not_traced),
     Broken("int_sizes", "n is the size of dimension 0 of output 0, and the schema says int", lambda x, n=3: x.new_zeros(n),
@@ -529,6 +550,7 @@ TABLE = [
            backward=lambda ctx, g: g * in_memory_order(ctx.saved_tensors[0])),
     Broken("layouts", "for contiguous inputs that start one element into their storage, which is not aligned to 16 bytes its "
            "backward raised RuntimeError: misaligned address", double, backward=lambda ctx, g: g * aligned(ctx.saved_tensors[0])),
+    Broken("sizes", "a call takes too long", slow, status="refused"),
     Broken("sizes", "output 0 differs … if NaN surrounds them in memory: it reads past their ends", reads_whole_vectors),
     Broken("large_strides", "given x with rows 4294967296 elements apart, it raised OverflowError",
            lambda x: x * 2 if max(x.stride(), default=0) < 2**31 else (2**31).to_bytes(4, signed=True)),
@@ -555,6 +577,10 @@ TABLE = [
     # machine
     Broken("stream", "on another stream it does not wait for the work before it: output 0 differs",
            lambda x: x * first_of(x, at_once=stream_id(x)), key="PrivateUse1", device="openreg"),
+    Broken("devices", "on openreg:1, while openreg:0 is the current device, output 0 differs … , which openreg:0 gives",
+           lambda x: x * (2 + x.device.index), key="PrivateUse1", device="openreg"),
+    Broken("devices", "output 0 is on openreg:0, but the arguments are on openreg:1", lambda x: x.to("openreg:0") * 2,
+           key="PrivateUse1", device="openreg"),
     Broken("devices", "is the current device, it does not wait for the stream of openreg:1: output 0 differs",
            lambda x: x * first_of(x, at_once=x.device.index), key="PrivateUse1", device="openreg"),
     Broken("stream", "on another stream output 0 differs … , which the default stream gives",
@@ -662,6 +688,37 @@ TABLE = [
            mode="nothing", status="pass"),
     Broken("autograd_registration", "", lambda x: x, schema="(Tensor(a!) x) -> Tensor(a!)", fake=lambda x: x, key="PrivateUse1",
            device="openreg", mode="nothing", status="skip"),
+    # reasons to skip; see also SKIPPED
+    *(Broken(row, "its gradient changes from call to call: see determinism", torch.sin, status="skip",
+             backward=lambda ctx, g: noise(g)) for row in ("frozen_arguments", "gradient_layouts")),
+    *(Broken(row, sentence, kernel, status="skip")
+      for sentence, kernel in (("its outputs have no strides", Tensor.to_sparse),
+                               ("it reads memory that was never written: see poison", unwritten))
+      for row in ("sizes", "large_strides", "half_precision")),
+    Broken("effects", "compilers keep the operators that it is made of", lambda x: None, schema="(Tensor x) -> ()",
+           key="CompositeImplicitAutograd", status="skip"),
+    Broken("fake_numbers", "the fake kernel gives no number: KeyError", lambda x: x.numel(), schema="(Tensor x) -> int",
+           fake=accident, status="skip"),
+    Broken("vmap", "the shapes of its outputs depend on values, and vmap returns equal ones", lambda x: x[x > 1],
+           fake=None, status="skip"),
+    Broken("vmap", "PyTorch's loop over slices gives another result (output 0 differs … ): see layouts", in_memory_order,
+           status="skip"),
+    Broken("generator", "it refuses a generator of cpu: ValueError: no generator", lambda x, g=None: refuses_a_generator(g),
+           schema=DRAWS, status="skip"),
+    # refusals, and limits of PyTorch
+    Broken("vmap", "PyTorch's loop over slices raises RuntimeError: not contiguous", status="refused",
+           kernel=lambda x: x * 2 if x.is_contiguous() else not_contiguous()),
+    Broken("large", "inputs whose dimensions of size 4 are … long", status="refused",
+           kernel=lambda x: x * 2 if x.numel() < 1000 else not_contiguous()),
+    Broken("frozen_arguments", "if only y requires a gradient: NotImplementedError: y alone", torch.mul, schema=PAIR,
+           inputs=PAIRS, fake=torch.mul, status="refused",
+           backward=lambda ctx, g: tuple(g * x for x in reversed(ctx.saved_tensors)) if ctx.needs_input_grad[0] else y_alone()),
+    Broken("dtensor", "DTensor does not redistribute a tensor that is given by keyword only", lambda x, *, y: x * y,
+           schema="(Tensor x, *, Tensor y) -> Tensor", inputs=Sample(NUMBERS[0], y=NUMBERS[0]),
+           fake=lambda x, *, y: torch.empty_like(x), sharding=lambda x, y: by_rows(x), status="limit"),
+    Broken("autocast", "torch.library.register_autocast does not support keyword-only arguments", lambda x, *, y: x * y,
+           schema="(Tensor x, *, Tensor y) -> Tensor", inputs=Sample(NUMBERS[0], y=NUMBERS[0]),
+           fake=lambda x, *, y: torch.empty_like(x), autocast=torch.float32, status="limit"),
 ]  # fmt: skip
 
 
@@ -687,6 +744,158 @@ def test_sentence(broken, request, monkeypatch):
     assert re.search(mistakes.pattern(broken.sentence), found[0].sentence), found[0].sentence
     if broken.status in ("fail", "warn"):
         assert found[0].sentence.startswith("broken::") and found[0].remedy
+
+
+# ---- reasons to skip ----
+
+
+def skips(reason, checks):
+    return dict.fromkeys(checks.split(), reason)
+
+
+GRADIENTS = "gradient_layouts frozen_arguments broadcast_gradients saved_tensors"
+NO_DERIVATIVE = {
+    **skips("there is no derivative: see backward", "autograd_registration"),
+    **skips("there is no derivative to check: see backward", f"gradcheck gradgradcheck func_grad {GRADIENTS}"),
+}
+CONSTANT = NO_DERIVATIVE | skips("there is no derivative to check: see backward", "forward_ad vmap_grad")
+NO_FLOATS = skips("no floating tensor argument", "backward fake_dtypes autocast half_precision")
+ONE_ARGUMENT = {"frozen_arguments": "one argument is differentiable", "broadcast_gradients": "it does not broadcast"}
+ONE_ELEMENT = {
+    **skips("no strided tensor of more than one element", "empty large fake_dynamic sizes half_precision"),
+    **skips("no strided tensor of more than one element, or too many elements", "large_strides"),
+    **skips("no tensor has more than one element", "fake_unbacked compile_unbacked"),
+}
+OFTEN = {
+    "reference": "no reference was given",
+    "fake_numbers": "it returns no number",
+    "int_sizes": "no argument is an int",
+    "defaults": "no argument has a default",
+    "effects": "it returns or writes something",
+    **skips("cpu has no streams", "stream devices"),
+    "generator": "its schema has no Generator argument",
+}
+# These take long, and run only where they are to be skipped.
+LONG = {"compile", "fake_dynamic", "fake_unbacked", "compile_unbacked", "dtensor", "large", "sizes", "large_strides",
+        "half_precision", "stream", "devices", "poison", "determinism", "state", "threads"}  # fmt: skip
+# An operator, its sample, and why each check skips it; None if it does not.
+SKIPPED = [
+    ("sin.out", Sample(*NUMBERS, out=torch.empty(4, 6)), NO_DERIVATIVE | {"out": "it is an out= overload"}),
+    ("bernoulli.p", Sample(*NUMBERS, 0.5), {
+        **NO_DERIVATIVE,
+        **skips("its numbers are random", "compile compile_unbacked vmap vmap_grad dtensor sizes half_precision"),
+        **skips("its numbers are random, and drawn in the order of memory", "layouts large_strides"),
+        "reference": "its numbers are random, and no reference was given",
+        "threads": "its numbers are random, and the generator is shared",
+        **dict.fromkeys(("defaults", "generator")),
+    }),
+    ("native_dropout", Sample(*NUMBERS, 0.5, True), {
+        **ONE_ARGUMENT,
+        "broadcast_gradients": "its numbers are random",
+        **skips("its numbers are random", "vmap vmap_grad"),
+        "layouts": "its numbers are random, and drawn in the order of memory",
+        "reference": "its numbers are random, and no reference was given",
+    }),
+    ("sin", Sample(torch.tensor(1)), CONSTANT | NO_FLOATS | ONE_ELEMENT),
+    ("item", Sample(torch.tensor(1.0)), {
+        **CONSTANT,
+        **ONE_ELEMENT,
+        **skips("it returns no tensor, and a compiler does not know its result",
+                "compile fake_layouts fake_dtypes fake_unbacked compile_unbacked fake_errors"),
+        "backward": "no floating output",
+        "fake_numbers": None,
+        "out": "it has no out= overload",
+        **skips("it takes or returns no tensor", "vmap dtensor"),
+    }),
+    ("ones", Sample([3]), {
+        **CONSTANT,
+        **NO_FLOATS,
+        **ONE_ELEMENT,
+        "out": "it has no out= overload",
+        **skips("it takes or returns no tensor", "vmap dtensor"),
+        "zero_dim": "no strided tensor with elements",
+        **dict.fromkeys(("int_sizes", "defaults")),
+    }),
+    ("unbind_copy.int", Sample(*NUMBERS), {
+        **ONE_ARGUMENT,
+        "out": "its out= takes a list",
+        **dict.fromkeys(("int_sizes", "defaults")),
+    }),
+    ("sin", Sample(NUMBERS[0].to(torch.complex64)), {
+        **ONE_ARGUMENT,
+        **NO_FLOATS,
+        **skips("torch.func.grad is for real numbers", "func_grad vmap_grad"),
+        "backward": None,
+    }),
+    ("sin", Sample(NUMBERS[0].double().to("openreg")), {
+        **ONE_ARGUMENT,
+        "autocast": "autocast leaves float64 alone",
+        "large_strides": "this needs memory that is not used until it is touched, which openreg may not have",
+        **dict.fromkeys(("reference", "stream", "devices")),
+    }),
+    ("_to_copy", Sample(*NUMBERS, dtype=torch.bfloat16), {
+        **ONE_ARGUMENT,
+        **skips("it does not compute in float64, and finite differences in a half type are meaningless",
+                "gradcheck gradgradcheck"),
+        "out": "it has no out= overload",
+        **dict.fromkeys(("int_sizes", "defaults")),
+    }),
+    ("sin", Sample(torch.empty(0, 3)), {
+        **ONE_ARGUMENT,
+        **skips("the sample is empty", "gradcheck gradgradcheck"),
+        "zero_dim": "no strided tensor with elements",
+        "large_strides": "no strided tensor of more than one element, or too many elements",
+    }),
+    ("threshold_backward", Sample(*NUMBERS, *NUMBERS, 0.0), {
+        "autocast": "autograd calls a backward operator in the dtypes that its forward saw, with autocast off",
+    }),
+    ("sin", Sample(NUMBERS[0].to_sparse()), {
+        **skips("it applies to strided tensors only", " ".join(CHECKS.keys() - ANY_LAYOUT)),
+        "reference": "no reference was given",
+        "generator": "its schema has no Generator argument",
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, sample, reasons", SKIPPED, ids=[f"{row[0]}-{i}" for i, row in enumerate(SKIPPED)])
+def test_reasons_to_skip(name, sample, reasons):
+    expected = {check: reason for check, reason in (OFTEN | reasons).items() if reason}
+    report = check(
+        f"aten::{name}", [sample], only=[check for check in CHECKS if check not in LONG or check in expected]
+    )
+    assert {result.check: result.sentence for result in report.of("skip")} == expected
+
+
+@pytest.mark.parametrize(
+    "row, device, patched, value, reason",
+    [
+        ("devices", "openreg", "torch.openreg.device_count", 1, "there is one openreg device"),
+        ("autocast", "cpu", "torch.amp.is_autocast_available", False, "cpu has no autocast"),
+    ],
+)
+def test_what_a_device_lacks(monkeypatch, row, device, patched, value, reason):
+    monkeypatch.setattr(patched, lambda *_: value)
+    (result,) = check("aten::sin", [NUMBERS], device, only=[row]).results
+    assert (result.status, result.sentence) == ("skip", reason)
+
+
+def test_an_argument_of_a_c_class():
+    packed = torch.ops.quantized.linear_prepack_fp16(torch.rand(3, 6), torch.rand(3))
+    sample = Sample(torch.rand(4, 6), packed)
+    report = check("quantized::linear_dynamic_fp16", [sample], only=["compile", "compile_unbacked", "state"])
+    of = "__torch__.torch.classes.quantized.LinearPackedParamsBase"
+    sentence = f"PyTorch's compilers and tracers do not take every object of {of} as an argument"
+    assert {result.check: (result.status, result.sentence) for result in report.results} == {
+        "compile": ("limit", sentence),
+        "compile_unbacked": ("limit", sentence),
+        "state": ("skip", "its sample has an object with a state of its own"),
+    }
+
+
+def test_a_process_of_a_group_simulates_no_devices(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    (result,) = check("aten::sin", [NUMBERS], only=["dtensor"]).results
+    assert result.status == "skip" and "a process that is not in a process group" in result.sentence
 
 
 @pytest.mark.parametrize("device", ["cpu", "openreg", "openreg:1"])
@@ -852,10 +1061,11 @@ def test_a_refused_sample_is_said_once():
     report = check(
         "aten::mm",
         [(torch.randn(4, 6), torch.randn(5)), (torch.randn(4, 6), torch.randn(6, 2))],
-        only=["runs", "determinism"],
+        only=["runs", "determinism", "state"],
     )
     assert [r.check for r in report.failures] == ["runs"]
-    assert [r.status for r in report.row("determinism")] == ["skip", "pass"]
+    for check_ in "determinism", "state":
+        assert [r.status for r in report.row(check_)] == ["skip", "pass"]
 
 
 SETTINGS = [  # functions that get and set each, and a value; None is the opposite
@@ -1040,6 +1250,7 @@ def report():
 def test_table(report):
     text = str(report)
     assert all(len(line) <= 80 for line in text.splitlines()[1:]), text
+    assert "\n  0  float32[4, 6], float32[4, 6]\n  1  float32[3], float32[4]\n" in text
     assert re.search(r"^runs +\. +FAIL$", text, re.M) and re.search(r"^schema +\. +-$", text, re.M)
     assert "FAIL runs (sample 1)" in text and "Remedy: give samples that the operator accepts" in text
     assert "aten::mul.Tensor FAILS" in text
@@ -1311,7 +1522,8 @@ def test_an_operator_that_ends_the_process_with_generated_inputs(checked, name, 
 def test_too_many_ends_of_the_process(checked, name, most):
     """The remaining checks are skipped, and say why."""
     inputs = [f"--input=f32[{n}]" for n in range(3, 25)]
-    status, report, _ = checked(name, *inputs, "--only=determinism", "--timeout=0.5")
+    timeout = 0.5 if name == "hangs" else 60  # what ends late on a busy machine would count as hanging
+    status, report, _ = checked(name, *inputs, "--only=determinism", f"--timeout={timeout}")
     assert status == 1 and [result["status"] for result in report["results"]] == ["fail"] * most + ["skip"] * (
         22 - most
     )
@@ -1449,6 +1661,20 @@ def test_outputs_that_were_not_asked_for_are_none():
         report = check(op, [sample], only=only)
         assert report.passed and report.of("pass", "runs"), str(report)
         assert len(Case(op, sample, "cpu", None, derivative).expected) == count
+
+
+def test_a_stream_that_was_not_busy_long_enough_is_busy_for_longer(monkeypatch):
+    """The values of the arguments arrive before the call, unless the stream sleeps for long enough."""
+    sleep = torch.openreg._sleep
+    monkeypatch.setattr(torch.openreg, "_sleep", lambda cycles: cycles > streams.DELAY and sleep(cycles))
+
+    def kernel(x):
+        time.sleep(0.05)
+        return x * first_of(x, at_once=True)
+
+    op = define("reads_on_the_host(Tensor x) -> Tensor", kernel, key="PrivateUse1")
+    report = check(op, [NUMBERS], "openreg", only=["stream"])
+    assert "its kernel computes on the host" in report.failures[0].sentence, str(report)
 
 
 def test_the_check_of_streams_has_no_race():

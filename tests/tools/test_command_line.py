@@ -30,6 +30,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("command_line")
     (folder / "own_ops.py").write_text(MODULE)
     (folder / "program.py").write_text("raise AssertionError('it does not run')\n")
+    (folder / "needs_another.py").write_text("import a_missing_package\n")
+    (folder / "raises.py").write_text("raise ValueError('why')\n")
+    (folder / "file").touch()
     return folder
 
 
@@ -79,6 +82,16 @@ def test_words_that_the_parser_does_not_know(capsys, words, sentence):
         (["check"], "expected an operator, or --explain CHECK"),
         (["check", "no_module:op"], "there is no module no_module in the current folder or on the path"),
         (["check", "own_ops:scale", "--only", "fake_layout"], "unknown check 'fake_layout'; did you mean 'fake_layouts'?"),
+        (["check", "needs_another:op"], "importing needs_another failed: No module named 'a_missing_package'"),
+        (["check", "raises:op"], "importing raises failed: ValueError: why"),
+        (["check", "own_ops:scale", "--input", "f32[3], 2.0", "--samples", "own_ops:x"], "give --samples or --input, not both"),
+        (["check", "own_ops:scale", "--input", "x32[3], 2.0"], "there is no dtype 'x32'; short names are f64, f32, "),
+        (["check", "own_ops:scale", "--input", "f32[3]@(1, 2), 2.0"], "f32[3]@(1, 2): there are 2 strides for 1 dimensions"),
+        (["check", "own_ops:scale", "--input", "f32[99999999999999], 2.0"], "f32[99999999999999]: "),
+        (["compare", "program", "--against", "cpu"], "put --against before program"),
+        (["new-backend", "zeta", "--into", "file/below"], "cannot write file/below/"),
+        (["new", "mine", "--ops", "scale"], "--style stable and --ops are for packages: add --package"),
+        (["new", "mine", "--style", "stable"], "--style stable and --ops are for packages: add --package"),
         (["check", "--explain", "fake_layout"], "unknown check 'fake_layout'; did you mean 'fake_layouts'?"),
         (["trace", "none.py"], "there is no file none.py"),
         (["operators", "--import", "missing"], "importing missing failed: ModuleNotFoundError: No module named 'missing'"),

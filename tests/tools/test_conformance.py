@@ -15,7 +15,7 @@ from processes import forking
 from openreg_tools import backends
 from openreg_tools.backends import Known
 from openreg_tools.conformance import command as conformance
-from openreg_tools.conformance import outcomes, sweep
+from openreg_tools.conformance import generate, outcomes, sweep
 from openreg_tools.conformance.report import Results
 from openreg_tools.conformance.worker import Worker
 from openreg_tools.core import child, opinfo
@@ -256,6 +256,25 @@ def test_options_reach_the_process(monkeypatch):
     monkeypatch.setattr(child, "parent", lambda: Asked({"load": []}))
     got.modules = []
     assert conformance.main(got) == 0 and threads == [3]
+
+
+@pytest.mark.parametrize("words, seed", [([], 0), (["--seed", "0"], 0), (["--seed", "5"], 5)], ids=str)
+def test_options_reach_the_generated_calls(monkeypatch, words, seed):
+    seen = {}
+    monkeypatch.setattr(generate, "listed", lambda device: ["aten::abs", "aten::neg", "aten::neg_"])
+    monkeypatch.setattr(generate, "search", lambda given, names: seen.update(vars(given), names=names))
+    monkeypatch.setattr(conformance, "write", lambda report, given, verbose: int(verbose))
+    words = [*words, "--generate", "7", "--ops", "neg", "--timeout", "9", "--threads", "3", "--verbose"]
+    assert conformance.main(command(*words)) == 1
+    expected = {
+        "generate": 7,
+        "seed": seed,
+        "names": ["aten::neg", "aten::neg_"],
+        "timeout": 9,
+        "threads": 3,
+        "jobs": 1,
+    }
+    assert {name: seen[name] for name in expected} == expected and seen["device"].startswith("openreg")
 
 
 @pytest.mark.parametrize("steps, ends", [(True, None), (False, "timeout")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.testing._internal.common_dtype import custom_types
@@ -21,6 +23,7 @@ from openreg_tools.conformance import (
 )
 from openreg_tools.conformance.guarded import Guarded
 from openreg_tools.core import from_schema
+from openreg_tools.core.compare import tolerance
 from openreg_tools.core.move import Move
 from openreg_tools.core.samples import Sample
 
@@ -192,7 +195,7 @@ def test_wrong_inputs_of_the_database():
     report = sweep.check(refuses(refuse, 3), torch.float32, DEVICE, checks=(check,), at=said.append)
     assert report.ran[check] >= 3 and not report.failures
     assert [f"{check}, sample {i}" in said for i in range(4)] == [True] * 3 + [False], said
-    assert all(isinstance(each, str) for each in said)
+    assert all(isinstance(message, str) for message in said)
     assert sweep.check(refuses(refuse, 3), torch.float64, DEVICE, checks=(check,)).ran[check] == 0
 
 
@@ -228,19 +231,72 @@ def test_results_that_cannot_be_compared_are_counted(monkeypatch, offset, reads)
         assert [failure.message for failure in report.failures] == said
 
 
+def coo():
+    return torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (3,), check_invariants=False)
+
+
+def of_lengths(*lengths):
+    return torch.nested.nested_tensor([torch.ones(length) for length in lengths])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
-    "change, kind, says",
+    "expected, actual, kind, says",
     [
-        (lambda x: x.double(), "dtype", "expected torch.float32, but got torch.float64"),
-        (lambda x: x.to_dense(), "layout", "expected torch.sparse_coo, but got torch.strided"),
-        (lambda x: x.coalesce(), "layout", "expected is_coalesced() to be False"),
-        (lambda x: x.clone().requires_grad_(), "layout", "expected requires_grad=False"),
+        (lambda: torch.ones(2), lambda: torch.ones(2, device="meta"), "device", "a result is on meta"),
+        (coo, lambda: coo().double(), "dtype", "expected torch.float32, but got torch.float64"),
+        (coo, lambda: coo().to_dense(), "layout", "expected torch.sparse_coo, but got torch.strided"),
+        (coo, lambda: coo().coalesce(), "layout", "expected is_coalesced() to be False"),
+        (coo, lambda: coo().requires_grad_(), "layout", "expected requires_grad=False"),
+        (lambda: torch.ones(2), lambda: torch.ones(2, 1), "shape", "expected [2], but got [2, 1]"),
+        (lambda: torch.ones(2) + 1j, lambda: (torch.ones(2) - 1j).conj(), "layout", "expected is_conj() to be False"),
+        (lambda: torch._neg_view(-torch.ones(2)), lambda: torch.ones(2), "layout", "expected is_neg() to be True"),
+        (lambda: of_lengths(1, 2), lambda: of_lengths(2, 1), "value", "expected parts of shapes [[1], [2]], but got [[2], [1]]"),
+        (lambda: torch.ones(2), lambda: torch.ones(2) * 2, "value", "a result differs in 2 of 2 elements: 2 instead of 1 at [0]"),
     ],
 )  # fmt: skip
-def test_failures_say_what_was_expected(change, kind, says):
-    report, x = outcomes.Tally(), torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (3,), check_invariants=False)
-    outcomes.Comparison(report, "forward", 0, "cpu", True).tensors(x, change(x))
-    assert (report.failures[0].kind, report.failures[0].message) == (kind, says)
+def test_failures_say_what_was_expected(expected, actual, kind, says):
+    report = outcomes.Tally()
+    outcomes.Comparison(report, "forward", 0, "cpu", True).tensors(expected(), actual())
+    assert [(failure.kind, failure.message) for failure in report.failures] == [(kind, says)]
+
+
+@pytest.mark.parametrize(
+    "cpu, there, kind, says",
+    [
+        (torch.abs, lambda x: x + 0 * torch.rand(3).to(x.device), "rng", "the CPU's generator moved"),
+        (
+            torch.rand_like,
+            lambda x: torch.rand_like(x) / 2,
+            "rng",
+            "from the same seed: a result differs in 3 of 3 elem",
+        ),
+        (lambda x: (x, 1), lambda x: (x, 1.0), "structure", "expected int, but got float"),
+        (lambda x: (x, 1), lambda x: (x, 2), "structure", "expected 1, but got 2"),
+        (lambda x: x, lambda x: [x], "structure", "expected *, but got TreeSpec(list, None, [*])"),
+    ],
+)
+def test_what_a_call_returned(cpu, there, kind, says):
+    op = operator(lambda x: (cpu if x.is_cpu else there)(x))
+    report = sweep.check(op, torch.float32, DEVICE, 1, ("forward",))
+    assert kinds(report) == {("forward", kind)}
+    assert all(failure.message.startswith(says) for failure in report.failures), report.failures
+
+
+@pytest.mark.parametrize(
+    "cpu, there, says",
+    [
+        (lambda x, y: x[:2], lambda x, y: x[:2].clone(), "tensor arguments [0], not with no argument"),
+        (lambda x, y: x[:2].clone(), lambda x, y: x[:2], "no argument, not with tensor arguments [0]"),
+        (lambda x, y: y[:2], lambda x, y: x[:2], "tensor arguments [1], not with tensor arguments [0]"),
+    ],
+    ids=["copied", "shared", "another"],
+)
+def test_memory_that_a_result_shares(cpu, there, says):
+    op = operator(lambda x, y: (cpu if x.is_cpu else there)(x, y), count=2)
+    report = sweep.check(op, torch.float32, DEVICE, 1, ("forward",))
+    assert {failure.message for failure in report.failures} == {f"expected a result that shares memory with {says}"}
+    assert kinds(report) == {("forward", "alias")}
 
 
 class SecondScaled(torch.autograd.Function):
@@ -348,6 +404,27 @@ class Raises(Scaled):
 )
 def test_half_types(kind, device_side):
     assert ("cuda_dtypes", kind) in kinds(half(on_device(device_side)))
+
+
+@pytest.mark.parametrize("kind, part", [("value", 0.25), ("gradient", 0.5)])
+def test_how_far_half_types_may_be(kind, part):
+    """A part of the tolerance of their dtype, a larger one for gradients, as these pass through several operators."""
+
+    def report(error):
+        class Inexact(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.by = 2 * (1 + error) if x.device.type == "openreg" else 2
+                return x * (ctx.by if kind == "value" else 2)
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * (ctx.by if kind == "gradient" else 2)
+
+        return half(operator(Inexact.apply))
+
+    limit = part * tolerance(torch.ones((), dtype=torch.float16))
+    assert not report(0.8 * limit).failures and kinds(report(1.2 * limit)) == {("cuda_dtypes", kind)}
 
 
 # ---- autocast ----
@@ -467,10 +544,23 @@ def test_a_graph_that_differs_from_eager_mode(kind):
     report, before = outcomes.Tally(), torch.accelerator.current_stream()
     graphs.compare(report, 7, "valid", call, ([torch.ones(3)], {}), DEVICE)
     assert [(f.check, f.kind, f.sample) for f in report.failures] == ([("graph", kind, 7)] if kind else [])
-    assert report.ran["graph"] == 1 and all(f.message.startswith("valid: ") for f in report.failures)
+    assert report.ran["graph"] == 1
+    said = {
+        "value": "valid: replay 0 gave torch.float32 [3] [3.0, 3.0, 3.0], eager torch.float32 [3] [2.0, 2.0, 2.0]",
+        "error": "valid: eager: None; graph: ValueError: refused",
+    }
+    assert [f.message for f in report.failures] == ([said[kind]] if kind else [])
 
 
 # ---- layouts ----
+
+
+def test_a_graph_that_returns_less():
+    tally = outcomes.Tally()
+    graphs.judge(tally, 2, "made", outcomes.Outcome([[torch.ones(2)] * 2]), outcomes.Outcome([[torch.ones(2)]]))
+    assert [(f.kind, f.sample, f.message) for f in tally.failures] == [
+        ("structure", 2, "made: a different number of results")
+    ]
 
 
 def test_what_is_written_around_a_result():
@@ -481,6 +571,34 @@ def test_what_is_written_around_a_result():
     for place in (0, int(owned[0]) - 1, int(owned[-1]) + 1, between):
         made.memory[place] += 1
     assert made.overrun() == ("4 bytes outside the result were written, 3 of them before its start or past its end")
+
+
+def around(x):
+    x.fill_(2).as_strided((1,), (1,), x.storage_offset() - 1).fill_(7)
+
+
+@pytest.mark.parametrize(
+    "device_side, kind, says",
+    [
+        (lambda x: x.fill_(2), None, ""),
+        (lambda x: x.fill_(3), "value", "a result differs in 12 of 12 elements: 3 instead of 2 at [0, 0]"),
+        (around, "guard", "4 bytes outside the result were written, "),
+        (lambda x: x.fill_(2).unsqueeze_(0), "shape", "expected [3, 4], but got [1, 3, 4]"),
+        (lambda x: x.set_(torch.full_like(x, 2)), "layout", "expected the result in the memory that was passed"),
+        (refuse, "error", "ValueError: refused"),
+    ],
+    ids=["right", "value", "guard", "shape", "layout", "error"],
+)
+def test_what_is_written_to_other_layouts(device_side, kind, says):
+    tally = outcomes.Tally()
+    made = layouts.Call(
+        "made", lambda move, xs: xs[0].fill_(2) if xs[0].is_cpu else device_side(xs[0]), [torch.ones(3, 4)]
+    )
+    made.compare(outcomes.Comparison(tally, "layouts", 0, DEVICE, True))
+    assert tally.ran["layouts"] >= 2 and kinds(tally) == ({("layouts", kind)} if kind else set())
+    assert all(
+        re.match(f"made, (permuted|stepped|expanded): {re.escape(says)}", failed.message) for failed in tally.failures
+    )
 
 
 @pytest.mark.parametrize(
@@ -496,7 +614,7 @@ def test_what_is_written_around_a_result():
 def test_the_forms_of_an_operator(name, out, inplace):
     packet, _, overload = name.partition(".")
     found = layouts.forms(getattr(getattr(torch.ops.aten, packet), overload or "default"))
-    assert [each and each.name().removeprefix("aten::") for each in found] == [out, inplace]
+    assert [form and form.name().removeprefix("aten::") for form in found] == [out, inplace]
 
 
 @pytest.mark.parametrize(
@@ -563,7 +681,7 @@ def test_a_damaged_list_of_tensors_resembles_the_right_one():
     good, seen = [torch.ones(5, 7, dtype=torch.int8) for _ in range(2)], set()
     for k in range(200):
         tensors = from_schema.garbage("aten::cat", Sample(good), k).args[0]
-        others = [x for x in tensors or () if not any(x is each for each in good)]
+        others = [x for x in tensors or () if not any(x is tensor for tensor in good)]
         if len(tensors or ()) == 2 and len(others) == 1:
             seen |= {(tuple(x.shape), x.dtype) for x in others if isinstance(x, torch.Tensor) and not x.is_nested}
     assert any(shape == (5, 7) and dtype != torch.int8 for shape, dtype in seen), seen
@@ -659,8 +777,8 @@ def test_an_optimizer_that_is_wrong_with_one_option(option, wrong):
         def step(self, closure=None):
             super().step()
             for group in self.param_groups:
-                for each in group["params"] if option and option.items() <= group.items() else ():
-                    each.data += not each.is_cpu
+                for parameter in group["params"] if option and option.items() <= group.items() else ():
+                    parameter.data += not parameter.is_cpu
 
     def inputs(device, dtype=None):
         return [OptimizerInput(None, options, str(options)) for options in ({}, {"momentum": 0.5}, {"lr": 0.25})]

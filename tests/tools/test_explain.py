@@ -198,6 +198,7 @@ def test_overloads():
     assert explain("add").operator == "aten::add.Tensor" and explain("sum").operator == "aten::sum"
     assert explain("sum.default").overloads == explain("add.Scalar").overloads == []
     assert explain("pow").operator == "aten::pow.Tensor_Tensor"  # the most tensors
+    assert explain("clamp").overloads == ["Tensor", "Tensor_out", "out"]  # those that return new tensors first
     assert explain("max").operator == "aten::max" and "dim" in explain("max").overloads
     assert (
         "\nother overloads: Scalar, out, Scalar_out\nnot called (no --input); showing the path of a plain openreg"

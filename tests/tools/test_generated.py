@@ -193,8 +193,8 @@ def test_the_first_calls_are_the_widest_with_permuted_strides():
 
 def test_a_tensor_gets_its_layout_before_it_is_shared():
     kinds = [[change[0] for change in case["changes"]] for case in drawn()]
-    assert any("layout" in each and "alias" in each for each in kinds)
-    assert not [each for each in kinds if "alias" in each and "layout" in each[each.index("alias") :]]
+    assert any("layout" in of_case and "alias" in of_case for of_case in kinds)
+    assert not [of_case for of_case in kinds if "alias" in of_case and "layout" in of_case[of_case.index("alias") :]]
 
 
 def test_shares_add_up_and_prefer_own_kernels():
@@ -210,7 +210,7 @@ def test_shares_add_up_and_prefer_own_kernels():
 
 def changed(*changes):
     """The two tensors and alpha of aten::add.Tensor of X and X + 1, with changes."""
-    after = variations.changed(ADD[0], ["self", "other", "alpha"], [list(each) for each in changes])
+    after = variations.changed(ADD[0], ["self", "other", "alpha"], [list(change) for change in changes])
     return [*after.args, *after.kwargs.values()]
 
 
@@ -258,7 +258,9 @@ def test_values_of_every_dtype(dtype):
     mixed, extremes = (
         changed(("dtype", 0, dtype), ("values", 0, which))[0].flatten() for which in ("mixed", "extremes")
     )
-    assert mixed.dtype == extremes.dtype == getattr(torch, dtype) and len({str(each) for each in mixed.tolist()}) > 1
+    assert (
+        mixed.dtype == extremes.dtype == getattr(torch, dtype) and len({str(number) for number in mixed.tolist()}) > 1
+    )
     if not (mixed.is_complex() or dtype == "bool"):
         info = (torch.finfo if mixed.is_floating_point() else torch.iinfo)(mixed.dtype)
         for values in (mixed, extremes):
@@ -300,6 +302,14 @@ def test_sizes_shapes_and_aliases():
     assert isinstance(y, Stays) and y.tensor.shape == () and alpha == 1j
 
 
+def test_out_tensors_get_the_shapes_that_are_written():
+    """Those in lists too."""
+    one = draw._with_whole_outs("aten::gt.Scalar_out", Sample(X, 2, out=torch.empty(0, dtype=torch.uint8)))
+    assert one.kwargs["out"].shape == (3, 4) and one.kwargs["out"].dtype == torch.uint8
+    several = draw._with_whole_outs("aten::unbind_copy.int_out", Sample(X, out=[torch.empty(0) for _ in range(3)]))
+    assert [x.shape for x in several.kwargs["out"]] == [(4,)] * 3
+
+
 def test_a_wrong_case_is_refused(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", forking())
     neg = '{"op": "aten::neg", "base": %s, "changes": [%s]%s}'
@@ -337,7 +347,7 @@ def end(calls):
     """How a case of an operator ends, and the kind and the message of its failure."""
 
     def end(op, *changes, bases=None):
-        case = {"op": op, "base": 0, "changes": [list(each) for each in changes]}
+        case = {"op": op, "base": 0, "changes": [list(change) for change in changes]}
         found = calls.run_cases(op, bases or calls.bases(op)[:1], [case])
         (ended,) = found["ends"]
         failure = found.get("failure", {})
@@ -571,6 +581,15 @@ def test_a_kernel_that_leaves_the_memory_of_its_arguments(does):
     assert guarded.stays_within(call, resizes=True) is (does == "nothing")
 
 
+def test_where_each_call_is(calls):
+    """If the process ends, this says which call ended it, and on which side."""
+    told = []
+    samples = [Sample(X, X.t()), Sample(X, X)]
+    found = generated_calls.ends("aten::mm", samples, [set()] * 2, "openreg", lambda *at: told.append(at))
+    assert [(i, end.kind) for i, end in found] == [(0, "equal"), (1, "both raised")]
+    assert told == [(0, "the CPU alone"), *((i, at) for i in (0, 1) for at in ("cpu", "device", "comparison"))]
+
+
 def test_calls_that_vary():
     assert guarded.stays_within(refuse, resizes=True) and not guarded.stays_within(refuse)
     assert guarded.stays_within(lambda move: torch.zeros(100))
@@ -617,7 +636,7 @@ class Stub:
 @pytest.mark.parametrize("ended", ["", "device"])
 @pytest.mark.parametrize("needed", [[["bit", 1, "b"]], [["layout", 0, "a"], ["host", 2]], []], ids=str)
 def test_a_failure_is_shrunk_to_the_changes_that_it_needs(needed, ended):
-    stub = Stub(lambda changes, time: all(each in changes for each in needed), ended)
+    stub = Stub(lambda changes, time: all(change in changes for change in needed), ended)
     tested = generate.explore(stub, "x::y", 3, 7, {"inputs": ["f32[2]"]})
     assert tested.finding.case == {"op": "x::y", "base": 0, "changes": needed, "given": {"inputs": ["f32[2]"]}}
     assert tested.finding.kind == ("crash" if ended else "value")

@@ -98,7 +98,7 @@ def needs_order(case: Case) -> None:
 
 
 def needs_sizes(case: Case) -> None:
-    if any(x.layout != torch.strided for x in case.leaves) or not sizes_of(case.leaves):
+    if not sizes_of(case.leaves):
         skip("no strided tensor of more than one element")
 
 
@@ -133,7 +133,9 @@ def scaled(x: Tensor, factor: float, plus: float = 0) -> Tensor:
     """A copy with a floating tensor's values multiplied, and moved; through float32 where x has no arithmetic."""
     if is_small(x) and str(x.dtype).startswith("torch.float8"):
         return (x.to(torch.float32) * factor + plus).to(x.dtype)
-    return x * factor + plus if has_numbers(x) else x.clone()
+    if not has_numbers(x):
+        return x.clone()
+    return x * factor + plus if plus else x * factor  # a sparse tensor plus a number is an error
 
 
 # The layouts that are contiguous but start inside their storage. A kernel has no reason to treat them in another way.
@@ -148,7 +150,7 @@ def layouts_of(case: Case, **options: Any) -> Iterator[tuple[str, list[Tensor]]]
     """The unchanged sample, in every layout, as slices of one buffer, and with only its first tensor permuted."""
     yield "the sample's", case.fresh(**options)
     for name, layout in LAYOUTS.items():
-        yield name, [layout(x) if x.layout == torch.strided else x for x in case.fresh(**options)]
+        yield name, [layout(x) for x in case.fresh(**options)]
     tensors = case.fresh(**options)
     sliced = slices(tensors)
     if any(x is not y for x, y in zip(sliced, tensors, strict=True)):

@@ -404,7 +404,7 @@ def _wrong_inputs(case: Case) -> Iterator[tuple[str, list[Tensor]]]:
     dtypes = (torch.int64, torch.float64, torch.bfloat16) if several else (torch.int64,)
     for i, (name, x) in enumerate(zip(case.names, case.leaves, strict=True)):
         changes: list[tuple[str, Any]] = []
-        if x.dim() and x.layout == torch.strided and x.numel():
+        if x.dim() and x.numel():
             ways = (*["first longer", "last longer"] * several, "one dimension more", "0-dim")
             changes += [(f"{name} of shape {list(SHAPES[way](x).shape)}", SHAPES[way]) for way in ways]
         changes += [(f"{name} of {dtype_name(d)}", lambda x, d=d: x.to(d)) for d in dtypes if d != x.dtype]

@@ -50,7 +50,7 @@ def layouts(case: Case) -> str | None:
         skip("its numbers are random, and drawn in the order of memory")
     refusals = []
     for name, tensors in layouts_of(case):
-        straight = [x.clone(memory_format=torch.contiguous_format) if x.layout == torch.strided else x for x in tensors]
+        straight = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
         for i in case.written if name == "expanded" else ():  # nobody can write to it
             tensors[i] = straight[i].clone()
         case.trying(f"inputs in {name} layout")
@@ -154,7 +154,7 @@ def empty(case: Case) -> str | None:
 def zero_dim(case: Case) -> str | None:
     """Zero-dimensional tensors are accepted, or rejected with a clear error."""
     tensors = case.fresh()
-    if not tensors or any(x.layout != torch.strided or not x.numel() for x in tensors):
+    if not tensors or not all(x.numel() for x in tensors):
         skip("no strided tensor with elements")
     if refusal := against(case, [x.reshape(-1)[0].clone() for x in tensors], "zero-dimensional inputs"):
         refuse(refusal)
@@ -253,7 +253,7 @@ def _apart(x: Tensor, columns: bool, step: int) -> Tensor | None:
     """The same values with `step` and a few more elements of unused memory between rows or columns, if that is possible."""
     last = x.dim() - 1
     able = [d for d in ([last] if columns == (last > 0) else range(last)) if x.dim() and x.shape[d] > 1]
-    if x.layout != torch.strided or not able or not x.numel():
+    if not able or not x.numel():
         return None
     far, size = able[0], x.element_size()
     block = x.numel() // x.shape[far]
