@@ -123,7 +123,11 @@ def flash_attention_backward(
 def _fused(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor | int, ...]:
     """The results of the device's kernel, which has the layouts of the CPU's flash kernel."""
     batch, heads, length = query.shape[:3]
-    out = torch.empty_like(query) if value.shape[-1] == query.shape[-1] else query.new_empty(*query.shape[:3], value.shape[-1])
+    out = (
+        torch.empty_like(query)
+        if value.shape[-1] == query.shape[-1]
+        else query.new_empty(*query.shape[:3], value.shape[-1])
+    )
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     logsumexp = query.new_empty((batch, length, heads), dtype=wide).transpose(1, 2)
     none = query.new_empty(0, dtype=torch.int64)

@@ -132,6 +132,7 @@ def register(cuda: types.ModuleType) -> None:
         setattr(torch._C, name, functools.partial(function))  # Dynamo has other rules for these than for our functions
     if environment.compute_capability():
         torch.backends.cuda.is_built = lambda: True
+        torch._C._cuda_CUDAAllocator_AllocatorState = type("AllocatorState", (), {})  # a type that Inductor names
         torch.version.cuda = "13.0"
     cuda._exchange_device, cuda._maybe_exchange_device = _C.exchange_device, _maybe_exchange_device
     cuda._CudaDeviceProperties = devices.DeviceProperties

@@ -61,6 +61,15 @@ def test_a_capability_can_be_pretended():
     )
 
 
+def test_graphs_compile_with_a_capability():
+    code = (
+        "import torch; torch._dynamo.reset(); x = torch.ones(3, device='cuda'); f = lambda x: x.sin() + 1\n"
+        "torch.testing.assert_close(torch.compile(f, mode='reduce-overhead')(x), f(x))"
+    )
+    ended = python("-c", code, OPENREG_DEVICE="cuda:sm_90")
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_every_process_of_a_program_has_it(tmp_path):
     code = (
         "import torch, torch.multiprocessing as mp\n"
