@@ -24,14 +24,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after openreg_tools has tried the device
 def pytest_configure(config: pytest.Config) -> None:
-    if os.environ.get("OPENREG_DEVICE", "").startswith("cuda"):
+    device = os.environ.get("OPENREG_DEVICE", "").partition(":")[0] or "openreg"
+    if device == "cuda":
         from openreg_ops.testing.cuda_report import CudaReport
 
         config.pluginmanager.register(CudaReport(), "openreg_ops.testing.cuda_report")
     if config.option.device_schedules is None:
         return
-    if not (config.option.on_device or "").startswith("openreg"):
-        raise pytest.UsageError("--device-schedules needs --device openreg, whose scheduler it controls")
+    if not (config.option.on_device or "").startswith(device):
+        raise pytest.UsageError(f"--device-schedules needs --device {device}, whose scheduler it controls")
     from openreg_ops.testing.schedules import SchedulesPlugin
 
     config.pluginmanager.register(SchedulesPlugin(config.option.device_schedules), "openreg_ops.testing.schedules")

@@ -11,4 +11,6 @@ random.py        the generators' states and seeds
 amp.py           what torch.autocast needs
 faults.py        torch.openreg.faults
 nvtx.py          torch.openreg.nvtx
+cuda.py          what torch.cuda has besides, under the name cuda; cuda_types.py has its tensor types, and refusals.py
+                 the error of what needs a real GPU
 """

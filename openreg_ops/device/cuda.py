@@ -15,8 +15,7 @@ from openreg_ops.device.refusals import refuse
 
 __all__ = ["register"]
 
-
-# That of the NCCL whose collectives the device's have; programs ask it what they may call.
+# The version of NCCL whose collectives the device has. Programs ask it what they may call.
 _NCCL_VERSION = (2, 27, 0)
 
 # What only NVIDIA's libraries and tools can do, and which of them.

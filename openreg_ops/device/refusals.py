@@ -12,7 +12,7 @@ __all__ = ["Refusal", "refusals", "refuse"]
 class Refusal(NamedTuple):
     """One call that was refused."""
 
-    what: str  #: such as "torch.cuda.temperature()"
+    what: str  #: what was called, such as "torch.cuda.temperature()"
     needs: str  #: the library or tool, such as "NVML"
     line: str  #: file and line of the program
 

@@ -182,7 +182,7 @@ def get_stream_from_external(data_ptr: int, device: torch.types.Device = None) -
     index = device_index(device)
     if not isinstance(data_ptr, int) or not 0 <= data_ptr < 2**63 or not _C.is_stream(index, data_ptr):
         raise ValueError(
-            f"get_stream_from_external: {data_ptr!r} is not a stream of openreg:{index}; pass a stream's native_handle"
+            f"get_stream_from_external: {data_ptr!r} is not a stream of {identity.name}:{index}; pass a stream's native_handle"
         )
     return torch.Stream(stream_id=data_ptr, device_index=index, device_type=identity.type)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from openreg_ops.identity import identity
+
 __all__ = ["RETURN", "Action", "Explanation", "Step", "heading", "pieces", "plain", "raises"]
 
 
@@ -44,7 +46,8 @@ def raises(error: BaseException | None) -> str:
 
 def _stream(action: Action) -> str:
     device, id = action.stream
-    return f"stream {id} of openreg:{device}" if id else f"the default stream of openreg:{device}"
+    where = f"{identity.name}:{device}"
+    return f"stream {id} of {where}" if id else f"the default stream of {where}"
 
 
 COLLECTIVES = 65  # the id of the queue of a device's collectives: kStreams

@@ -178,7 +178,7 @@ def _identity() -> Any:
 def _fallen(op: str, key: str, found: Kernel) -> Has:
     """What the fallback does with an operator."""
     if key != _identity().dense:
-        return Has("refused", f"openreg has no kernel for {key}", found.where)
+        return Has("refused", f"{_identity().name} has no kernel for {key}", found.where)
     name, _, overload = op.partition(".")
     runs, why = _extension().fallback_decision(name, overload)
     return Has("fallback", why, found.where) if runs else Has("refused", f"it {why}", found.where)
@@ -220,11 +220,13 @@ def _devices(info: Info) -> None:
         info.problem("there is no device", "set OPENREG_DEVICE_COUNT to at least 1")
     for i in range(count):
         free, total = torch.openreg.mem_get_info(i)
-        info.sections["devices"][f"openreg:{i}"] = (
+        info.sections["devices"][f"{_identity().name}:{i}"] = (
             f"{size(total)}, {size(free)} free, {size(torch.openreg.memory_allocated(i))} in tensors"
         )
     if torch.openreg.is_available():
-        info.test("openreg", "unset OPENREG_FAULTS if it is set; else report this, with the full output of `info`")
+        info.test(
+            _identity().name, "unset OPENREG_FAULTS if it is set; else report this, with the full output of `info`"
+        )
 
 
 def _settings(info: Info) -> None:

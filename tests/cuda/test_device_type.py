@@ -174,10 +174,8 @@ RAN = {
 }  # fmt: skip
 SKIPPED = {"test_only_cpu_cuda", "test_skipped_cuda", "test_cudnn_cuda", "test_many_devices_cuda", "test_too_large_cuda",
            "test_cudnn"}  # fmt: skip
-# What OPENREG_DEVICE=cuda:sm_90 adds, and what it breaks.
+# What OPENREG_DEVICE=cuda:sm_90 adds.
 OF_NEW_GPUS = {"test_sm53", "test_sm80", "test_flash_attention", "test_graph"}
-# torch._dynamo.reset imports CUDA graph trees, which look for _cuda_CUDAAllocator_AllocatorState in torch._C.
-BROKEN = {"test_leaks_cuda"}
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:sm_90"])
@@ -186,7 +184,7 @@ def test_which_tests_run(tmp_path, device):
     ended = python(tmp_path / "program.py", cwd=tmp_path, OPENREG_DEVICE=device)
     assert ended.returncode == 0, ended.stdout[-10_000:] + ended.stderr[-10_000:]
     found = json.loads(ended.stdout.splitlines()[-1])
-    new, broken = (OF_NEW_GPUS, BROKEN) if device == "cuda:sm_90" else (set(), set())
-    assert found["failed"].keys() == broken, "\n".join(found["failed"].values())
-    assert set(found["ran"]) == (RAN | new) - broken
+    new = OF_NEW_GPUS if device == "cuda:sm_90" else set()
+    assert not found["failed"], "\n".join(found["failed"].values())
+    assert set(found["ran"]) == RAN | new
     assert set(found["skipped"]) == SKIPPED | (OF_NEW_GPUS - new)

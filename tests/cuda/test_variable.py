@@ -137,3 +137,18 @@ def test_the_report_of_a_run(tmp_path):
 def test_without_the_name_there_is_no_report(tmp_path):
     (tmp_path / "test_mine.py").write_text("def test(): pass\n")
     assert "simulated" not in python("-m", "pytest", "test_mine.py", cwd=tmp_path).stdout
+
+
+def test_schedules_and_misuse_under_the_name(tmp_path):
+    (tmp_path / "test_mine.py").write_text(
+        "import torch\n"
+        "def test(device):\n"
+        "    host = torch.empty(1000, pin_memory=True)\n"
+        "    host.copy_(torch.ones(1000, device=device), non_blocking=True)\n"
+        "    assert host.sum() == 1000\n"
+    )
+    words = ("-m", "pytest", "-p", "no:cacheprovider", "--device", "cuda", "test_mine.py")
+    found = python(*words, "--device-schedules", "20", cwd=tmp_path, OPENREG_DEVICE="cuda").stdout
+    assert "late: Memcpy DtoH (Device -> Pinned) on the default stream of cuda:0, launched at" in found
+    found = python(*words, "--device-misuse", "race", cwd=tmp_path, OPENREG_DEVICE="cuda").stdout
+    assert "test_mine.py:5  the host did not wait for aten::copy_" in found
