@@ -18,7 +18,7 @@ export PYTHONUNBUFFERED := 1
 CSRC := $(shell find csrc openreg_ops/include -type f)
 PACKAGE := $(shell find openreg_ops openreg_tools meta -name '*.py' -not -name _build.py) openreg_device.py openreg_device.pth pytest_openreg_ops.py
 
-.PHONY: demo test test-fast docs clients suites new-backend bench conformance mutants lint lint-aarch64 install wheel try-wheel sdist drift clean
+.PHONY: demo test test-fast test-cuda docs clients suites new-backend bench conformance mutants lint lint-aarch64 install wheel try-wheel sdist drift clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -38,6 +38,10 @@ FAST := runtime backend aten ops graph $(addprefix tools/test_,$(addsuffix .py,c
 
 test-fast: install
 	$(PARALLEL) -m "fast or not (slow or processes or compiles or conformance)" $(addprefix tests/,$(FAST)) $(ARGS)
+
+# The operators under the name cuda, which `make test` tests by programs and by a sample of PyTorch's operators.
+test-cuda: install
+	OPENREG_DEVICE=cuda $(PARALLEL) tests/ops tests/cuda/inside $(ARGS)
 
 # The site, build/docs/index.html; a warning is an error, as in tests/project/test_site.py.
 docs: install

@@ -1,8 +1,9 @@
 """Fixtures of the operator tests; tests/conftest.py has the fixtures of every test (poisoned memory, a seed)."""
 
 import pytest
+from kit import DEVICE, OTHER
 
 
-@pytest.fixture(params=["openreg:0", "openreg:1"])
+@pytest.fixture(params=[DEVICE, OTHER])
 def device(request):
     return request.param

@@ -16,12 +16,14 @@ from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from openreg_ops.identity import identity
 from openreg_tools.check import run as runs
 from openreg_tools.check.checker import prepare
 from openreg_tools.check.report import Report
 from openreg_tools.core.samples import sample_of
 
-DEVICE = "openreg:0"
+NAME = identity.name  # `OPENREG_DEVICE=cuda pytest tests/ops` runs these tests under that name
+DEVICE, OTHER = f"{NAME}:0", f"{NAME}:1"
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # What rounding once to the dtype costs, and a sum of some hundreds of terms in the dtype it is made in.
 TOLERANCE = {
@@ -173,7 +175,7 @@ def check_gradients(
     `fast` compares one random direction in place of whole Jacobians.
     """
     floats = [x for x in tensors(inputs) if x.is_floating_point()]
-    assert all(x.dtype == torch.float64 and x.requires_grad and x.device.type == "openreg" for x in floats)
+    assert all(x.dtype == torch.float64 and x.requires_grad and x.device.type == NAME for x in floats)
 
     def real(*inputs: Any) -> tuple[Tensor, ...]:
         return tuple(out for out in leaves(function(*inputs)) if out.is_floating_point())

@@ -8,7 +8,7 @@ import pickle
 import kit
 import pytest
 import torch
-from kit import DEVICE, FLOATS, LAYOUTS, random
+from kit import DEVICE, FLOATS, LAYOUTS, NAME, OTHER, random
 from torch.testing import assert_close
 
 import openreg_ops
@@ -271,8 +271,8 @@ def test_rejects():
     )
     refuse(lists, "expected grad_scale of float32 and no dimension, but got float64", grad_scale=random().double())
     refuse(lists, "expected found_inf of float32 and no dimension, but got float32 of shape [1]", found_inf=random(1))
-    refuse(lists, "params[0] is on openreg:0 but found_inf is on cpu", found_inf=random().cpu())
-    refuse(lists, "params[0] is on openreg:0 but lr is on cpu", lr=random().cpu())
+    refuse(lists, f"params[0] is on {DEVICE} but found_inf is on cpu", found_inf=random().cpu())
+    refuse(lists, f"params[0] is on {DEVICE} but lr is on cpu", lr=random().cpu())
     refuse(lists, "expected lr of float32 or float64 and no dimension, but got float16 of shape []", lr=random().half())
 
 
@@ -406,7 +406,7 @@ def test_one_call_a_device():
                 calls.append([str(p.device) for p in args[0]])
             return function(*args, **(kwargs or {}))
 
-    params = [random(3, device=d, grad=True) for d in (DEVICE, "openreg:1", DEVICE, "cpu")]
+    params = [random(3, device=d, grad=True) for d in (DEVICE, OTHER, DEVICE, "cpu")]
     expected = [p.detach().clone().cpu().requires_grad_() for p in params]
     pairs = AdamW(params), torch.optim.AdamW(expected)
     for optimizer, given in zip(pairs, (params, expected), strict=True):
@@ -414,7 +414,7 @@ def test_one_call_a_device():
             p.grad = torch.full_like(p, i - 1.5)
         with Spy():
             optimizer.step()
-    assert calls == [[DEVICE, DEVICE], ["openreg:1"], ["cpu"]]
+    assert calls == [[DEVICE, DEVICE], [OTHER], ["cpu"]]
     assert_close([p.detach().cpu() for p in params], [p.detach() for p in expected])
 
 
@@ -559,7 +559,7 @@ def test_hooks_of_loading():
 def test_grad_scaler():
     """With a GradScaler the gradients stay scaled, and a step that overflows is left out."""
     results = []
-    for kind, where in ((AdamW, "openreg"), (torch.optim.AdamW, "cpu")):
+    for kind, where in ((AdamW, NAME), (torch.optim.AdamW, "cpu")):
         p = torch.tensor([1.0, -2.0], device=where, requires_grad=True)
         optimizer = kind([p], lr=0.1)
         scaler = torch.amp.GradScaler(where, init_scale=64.0, growth_interval=2)

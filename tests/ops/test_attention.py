@@ -290,7 +290,7 @@ def test_memory_is_linear():
     program = """
 import resource, torch, openreg_ops
 def run(length):
-    q, k, v = (torch.randn(1, 1, length, 8, device="openreg", requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, 1, length, 8, device=NAME, requires_grad=True) for _ in range(3))
     openreg_ops.attention(q, k, v)[0].sum().backward()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 small = run(64)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from kit import NAME
 from torch.testing import assert_close
 
 import openreg_ops as ops
@@ -16,7 +17,7 @@ HALF = (torch.float16, torch.bfloat16)
 TINY = 2.0**-149  # the smallest positive float32
 
 
-@pytest.fixture(params=["cpu", "openreg"])
+@pytest.fixture(params=["cpu", NAME])
 def device(request):
     return request.param
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import kit
 import pytest
 import torch
+from kit import DEVICE, NAME, OTHER
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from openreg_ops.meta import op
@@ -61,9 +62,9 @@ def test_the_page_lists_every_operator_as_it_is():
 
 @pytest.mark.parametrize("name", ["swiglu", "rms_norm", "quantize_rowwise", "custom_abs", "nms"])
 def test_nested_tensors_are_refused(name):
-    x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], device="openreg")
-    others = {"swiglu": (x,), "rms_norm": (torch.ones(4, device="openreg"), 1e-5), "nms": (x, 0.5)}.get(name, ())
-    refused = rf"^openreg::{name}: .* called with \(Float\[2 nested\]@openreg:0.*Convert"
+    x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], device=NAME)
+    others = {"swiglu": (x,), "rms_norm": (torch.ones(4, device=NAME), 1e-5), "nms": (x, 0.5)}.get(name, ())
+    refused = rf"^openreg::{name}: .* called with \(Float\[2 nested\]@{DEVICE}.*Convert"
     if name in ("swiglu", "rms_norm"):  # which the plain reference is asked about
         refused = rf"^{name}: expected (x|gate) to be one tensor, but got nested ones; call it for each"
     with pytest.raises(RuntimeError, match=refused):
@@ -71,15 +72,15 @@ def test_nested_tensors_are_refused(name):
 
 
 def test_none_for_a_tensor_is_named():
-    x = torch.ones(2, 4, device="openreg")
-    for where in ("openreg", "cpu"):
+    x = torch.ones(2, 4, device=NAME)
+    for where in (NAME, "cpu"):
         with pytest.raises(RuntimeError, match="^swiglu: expected up to be a tensor, but got None"):
             torch.ops.openreg.swiglu(x.to(where), None)
         with pytest.raises(RuntimeError, match="^rms_norm: expected weight to be a tensor, but got None"):
             torch.ops.openreg.rms_norm(x.to(where), None)
 
 
-@pytest.mark.parametrize("device", ["openreg", "cpu"])
+@pytest.mark.parametrize("device", [NAME, "cpu"])
 @pytest.mark.parametrize(
     "name, grad",
     [("scale_gradient", 4.0), ("custom_autograd_fn_returns_self", 1.0), ("custom_autograd_fn_aliasing", 1.0)],
@@ -103,8 +104,7 @@ def test_nodes_of_the_graph_are_called_after_their_operators():
             continue
         expected = "ByReference" if name.endswith("_backward") else "".join(map(str.capitalize, name.split("_")))
         for x in (
-            tree_map_only(torch.Tensor, lambda x: x.to("openreg"), [*sample])
-            for sample in samples("cpu", torch.float32)
+            tree_map_only(torch.Tensor, lambda x: x.to(NAME), [*sample]) for sample in samples("cpu", torch.float32)
         ):
             x = tree_map_only(torch.Tensor, lambda x: x.requires_grad_(x.is_floating_point()), x)
             nodes = {y.grad_fn.name() for y in tree_leaves(overload(*x)) if y.grad_fn}
@@ -122,7 +122,7 @@ OTHER_ROWS = "fake_quantize.x int8_linear.x rms_norm.x".split()
 MORE_DIMENSIONS = """attention.bias attention_backward.bias int8_linear.x rms_norm.x rotary_embedding.x
 rotary_embedding_backward.grad_y""".split()
 CHANGES = {
-    "another device": (lambda x: x.to(f"openreg:{1 - x.device.index}"), []),
+    "another device": (lambda x: x.to(f"{NAME}:{1 - x.device.index}"), []),
     "the host": (lambda x: x.cpu(), []),
     "another dtype": (lambda x: x.half() if x.is_floating_point() else x.double(), OTHER_DTYPE),
     "other rows": (lambda x: torch.cat([x, x]) if x.dim() else x.expand(3).clone(), OTHER_ROWS),
@@ -141,7 +141,7 @@ def test_each_tensor_argument_is_checked(change):
     for name in sorted(op.SAMPLES):
         overload = getattr(torch.ops.openreg, name).default
         names = [argument.name for argument in overload._schema.arguments]
-        samples = map(sample_of, op.SAMPLES[name]("openreg:1", torch.float32))
+        samples = map(sample_of, op.SAMPLES[name](OTHER, torch.float32))
         *_, sample = sorted(samples, key=lambda sample: len(kit.tensors((sample.args, sample.kwargs))))
         given = dict(zip(names, sample.args, strict=False)) | sample.kwargs
         values, spec = tree_flatten(given)
@@ -167,7 +167,7 @@ def test_each_tensor_argument_is_checked(change):
             named = names if in_shape else [of[i]]
             assert re.match(rf"{name}: .*\b({'|'.join(named)})\b", sentence), (name, of[i], sentence)
             if change in ("another device", "the host"):
-                places = {"openreg:1", str(wrong(values[i]).device)}
+                places = {OTHER, str(wrong(values[i]).device)}
                 found = re.match(rf"{name}: \S+ is on (\S+) but \S+ is on (\S+); move one with .to\(\)$", sentence)
                 assert found and {*found.groups()} == places, (name, of[i], sentence)
             elif change == "another dtype":

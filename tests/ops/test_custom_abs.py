@@ -3,7 +3,7 @@
 import kit
 import pytest
 import torch
-from kit import DEVICE, LAYOUTS, random
+from kit import DEVICE, LAYOUTS, OTHER, random
 from torch.testing import assert_close
 
 from openreg_ops import custom_abs, custom_abs_
@@ -69,7 +69,7 @@ def test_conjugate_and_negative_views():
         assert_close(custom_abs(view(x.to(DEVICE))).cpu(), torch.abs(view(x)))
 
 
-@pytest.mark.parametrize("where", [DEVICE, "openreg:1", "cpu"])
+@pytest.mark.parametrize("where", [DEVICE, OTHER, "cpu"])
 def test_backward_is_an_error(where):
     """Alone, mixed with a differentiable path (no partial gradient), twice over, and through complex."""
     x = random(3, device=where, grad=True)
@@ -225,7 +225,7 @@ def test_rejects_for_forms_that_write():
     kit.check_error(into, x > 0, match="custom_abs_: not implemented for bool", error=NotImplementedError)
     kit.check_error(out, x, x.double(), match="custom_abs: expected out of float32, the dtype of the result, but got")
     kit.check_error(out, z, z, match="custom_abs: expected out of float32, the dtype of the result, but got complex64")
-    kit.check_error(out, x, x.cpu(), match="custom_abs: input is on openreg:0 but out is on cpu; move one")
+    kit.check_error(out, x, x.cpu(), match=f"custom_abs: input is on {DEVICE} but out is on cpu; move one")
 
 
 @pytest.mark.parametrize("dtype", REFUSED, ids=str)

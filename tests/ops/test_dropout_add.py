@@ -5,7 +5,7 @@ import math
 import kit
 import pytest
 import torch
-from kit import DEVICE, FLOATS, random
+from kit import DEVICE, FLOATS, OTHER, random
 from torch.testing import assert_close
 
 from openreg_ops import dropout_add, dropout_add_backward
@@ -232,11 +232,11 @@ def test_rejects():
             OP, x, x, p, match=f"dropout_add: expected p from 0 to 1, but got {text}; it is the probability"
         )
         kit.check_error(BACKWARD, x, mask, p, match=f"dropout_add_backward: expected p from 0 to 1, but got {text}")
-    for where in ("cpu", "openreg:1"):
-        sentence = f"x is on openreg:0 but generator is on {where}; make it with torch.Generator"
+    for where in ("cpu", OTHER):
+        sentence = f"x is on {DEVICE} but generator is on {where}; make it with torch.Generator"
         with pytest.raises(RuntimeError, match=sentence):
             dropout_add(x, x, 0.5, generator=generator(0, where))
-    with pytest.raises(RuntimeError, match="x is on cpu but generator is on openreg:0"):
+    with pytest.raises(RuntimeError, match=f"x is on cpu but generator is on {DEVICE}"):
         dropout_add(x.cpu(), x.cpu(), 0.5, generator=generator())
     kit.check_error(BACKWARD, x.long(), mask, 0.5, match="dropout_add_backward: expected grad_out of float32, float64")
     kit.check_error(BACKWARD, x, mask[0], 0.5, match="expected mask of shape [2, 3], the same as grad_out, but got [3]")

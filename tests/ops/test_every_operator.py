@@ -8,7 +8,7 @@ import itertools
 import kit
 import pytest
 import torch
-from kit import DEVICE, LAYOUTS, check, random
+from kit import DEVICE, LAYOUTS, NAME, OTHER, check, random
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -177,8 +177,8 @@ def test_checker_with_options(name):
 def test_second_device(name):
     """Streams and layouts of each sample on device 1, while device 0 is the current one."""
     only = ["runs", "reference", "backward", "fake_layouts", "layouts", "stream"]
-    report = check(f"openreg::{name}", samples_of(name, "openreg:1"), "openreg:1", only=only)
-    assert report.device == "openreg:1" and report.of("pass", "stream")
+    report = check(f"openreg::{name}", samples_of(name, OTHER), OTHER, only=only)
+    assert report.device == OTHER and report.of("pass", "stream")
     report.raise_if_failed()
 
 
@@ -186,7 +186,7 @@ def test_second_device(name):
 def test_the_reference_runs_on_the_device(name):
     """On the second one, while the first is current."""
     function = getattr(torch.ops.openreg, name).default
-    for sample in samples_of(name, "openreg:1"):
+    for sample in samples_of(name, OTHER):
         found = []
         for call in (function, op.reference_of(name)):
             args, kwargs = tree_map(
@@ -422,7 +422,7 @@ AUTOCAST = {
 }
 
 
-@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
+@pytest.mark.parametrize("device_type", [NAME, "cpu"])
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_autocast(name, device_type):
     rule, function = AUTOCAST[name], getattr(torch.ops.openreg, name).default

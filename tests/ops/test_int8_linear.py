@@ -5,7 +5,7 @@ import math
 import kit
 import pytest
 import torch
-from kit import DEVICE, FLOATS, random
+from kit import DEVICE, FLOATS, NAME, random
 from torch.testing import assert_close
 
 from openreg_ops import int8_linear, quantize_rowwise
@@ -78,7 +78,7 @@ def test_bad_numbers_stay_in_their_row():
     assert torch.equal(y[3], bias)
 
 
-@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
+@pytest.mark.parametrize("device_type", [NAME, "cpu"])
 def test_autocast_leaves_the_dtype_alone(device_type):
     """x keeps its dtype. Scales and bias may have any."""
     x, (weight_q, scale) = random(3, 8, device=device_type), weight(5, 8, device=device_type)

@@ -7,7 +7,7 @@ import random
 import kit
 import pytest
 import torch
-from kit import DEVICE, LAYOUTS
+from kit import DEVICE, LAYOUTS, NAME
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.testing import assert_close
@@ -408,7 +408,7 @@ def test_graph_is_functional():
     assert any("auto_functionalized" in target for target in targets) and INPLACE.name() not in targets
 
 
-@pytest.mark.parametrize("device_type", ["openreg", "cpu"])
+@pytest.mark.parametrize("device_type", [NAME, "cpu"])
 def test_autocast_casts_to_the_caches(device_type):
     k_cache, v_cache, k, v, slots = inputs_of(device=device_type)
     k_cache, v_cache = k_cache.bfloat16(), v_cache.double()
@@ -422,7 +422,7 @@ def test_autocast_casts_to_the_caches(device_type):
 def test_autocast_casts_to_no_integers():
     k_cache, v_cache, k, v, slots = inputs_of()
     with (
-        torch.autocast("openreg", torch.bfloat16),
+        torch.autocast(NAME, torch.bfloat16),
         pytest.raises(RuntimeError, match="expected k of int8, the dtype of k_cache"),
     ):
         kv_cache_update(k_cache.to(torch.int8), v_cache, k, v, slots)

@@ -225,9 +225,9 @@ def test_serves_torchvision(order):
         scores = torch.tensor([0.9, 0.8, 0.95])
         nms = torch.ops.torchvision.nms
         assert nms(boxes, scores, 0.4).tolist() == [-1], "the CPU's kernel is torchvision's"
-        boxes, scores = boxes.to("openreg").requires_grad_(), scores.to("openreg")
+        boxes, scores = boxes.to(NAME).requires_grad_(), scores.to(NAME)
         assert nms(boxes, scores, 0.4).tolist() == [2, 0] == openreg_ops.nms(boxes, scores, 0.4).tolist()
-        with torch.autocast("openreg", torch.float16):
+        with torch.autocast(NAME, torch.float16):
             assert nms(boxes.half(), scores, 0.4).tolist() == nms(boxes, scores.half(), 0.4).tolist() == [2, 0]
         if ORDER == "before":
             compiled = torch.compile(lambda b, s: nms(b, s, 0.4) + 1, backend="aot_eager", fullgraph=True)
@@ -236,6 +236,6 @@ def test_serves_torchvision(order):
         assert "nms" not in str(report), report
         print("served")
     """
-    source = f"ORDER = {order!r}\n" + textwrap.dedent(program)
+    source = f"ORDER, NAME = {order!r}, {NAME!r}\n" + textwrap.dedent(program)
     done = python("-c", source, PYTHONWARNINGS="ignore")
     assert done.returncode == 0 and done.stdout.endswith("served\n"), done.stderr

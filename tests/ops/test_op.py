@@ -7,6 +7,7 @@ from types import FunctionType
 
 import pytest
 import torch
+from kit import NAME
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import ProfilerActivity, profile
@@ -81,7 +82,7 @@ def test_check_leaves_no_trace():
             seen.append(function)
             return function(*args, **kwargs or {})
 
-    x, weight = torch.randn(3, 4, device="openreg", requires_grad=True), torch.ones(4, device="openreg")
+    x, weight = torch.randn(3, 4, device=NAME, requires_grad=True), torch.ones(4, device=NAME)
     launches = _C.launch_count()
     with profile(activities=[ProfilerActivity.CPU]) as profiled, Mode():
         assert _C.check_of("rms_norm")(x, weight, 1e-6) is None
@@ -92,12 +93,12 @@ def test_check_leaves_no_trace():
 def test_check_asserts_of_sizes_that_are_not_known():
     environment = ShapeEnv()
     with FakeTensorMode(shape_env=environment):
-        gate, up = (torch.empty(environment.create_unbacked_symint(), 4, device="openreg") for _ in range(2))
+        gate, up = (torch.empty(environment.create_unbacked_symint(), 4, device=NAME) for _ in range(2))
         assert torch.ops.openreg.swiglu(gate, up).shape[1] == 4
         with pytest.raises(
             RuntimeError, match=r"^swiglu: expected up of shape \[u\d, 4\], the same as gate, but got \[u\d, 5\]"
         ):
-            torch.ops.openreg.swiglu(gate, torch.empty(environment.create_unbacked_symint(), 5, device="openreg"))
+            torch.ops.openreg.swiglu(gate, torch.empty(environment.create_unbacked_symint(), 5, device=NAME))
     asserted = {str(each.expr) for group in environment.deferred_runtime_asserts.values() for each in group}
     assert asserted & {"Eq(u0, u1)", "Eq(u1, u0)"}
 
@@ -165,7 +166,7 @@ def test_what_is_sharded_together_is_named():
     ids=["halves", "every fifth row", "unequal distances", "transposed", "columns", "short rows"],
 )
 def test_swiglu_reads_long_rows_in_place(pieces, in_place):
-    gate, up = pieces(torch.rand(6, 5, 150, device="openreg"))
+    gate, up = pieces(torch.rand(6, 5, 150, device=NAME))
     for operator, arguments in ((openreg_ops.swiglu, (gate, up)), (openreg_ops.swiglu_backward, (gate, gate, up))):
         before = _C.launch_count()
         operator(*arguments)

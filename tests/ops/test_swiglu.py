@@ -84,7 +84,7 @@ import torch
 from openreg_ops import swiglu_backward
 
 for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-    few = torch.randn(3, 4099, dtype=dtype, device="openreg").unbind()
+    few = torch.randn(3, 4099, dtype=dtype, device=NAME).unbind()
     n = (8 << 20) // dtype.itemsize + 5
     many = lambda x: x.repeat(n // x.numel() + 1)[:n]
     for gradient, expected in zip(swiglu_backward(*map(many, few)), swiglu_backward(*few), strict=True):

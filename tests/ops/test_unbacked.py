@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kit import NAME
 
 from openreg_ops.testing import check
 
@@ -17,9 +18,9 @@ def test_rotary_embedding_behind_nonzero(interleaved):
         cos, sin = (table[kept].unsqueeze(-2) for table in (cos, sin))
         return torch.ops.openreg.rotary_embedding(x[:, kept], cos, sin, interleaved)
 
-    x = torch.randn(2, 5, 3, 6, device="openreg", requires_grad=True)
-    cos, sin = (torch.randn(5, 3, device="openreg", requires_grad=True) for _ in range(2))
-    mask = torch.tensor([True, False, True, True, False], device="openreg")
+    x = torch.randn(2, 5, 3, 6, device=NAME, requires_grad=True)
+    cos, sin = (torch.randn(5, 3, device=NAME, requires_grad=True) for _ in range(2))
+    mask = torch.tensor([True, False, True, True, False], device=NAME)
     outs = []
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         for run in (program, torch.compile(program, backend="aot_eager", fullgraph=True)):
