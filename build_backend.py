@@ -33,7 +33,7 @@ get_requires_for_build_wheel = get_requires_for_build_editable = get_requires_fo
 
 
 def _with_startup(folder: str, wheel: str) -> str:
-    """Write the wheel again, with the file and a RECORD that has it."""
+    """Rewrite the wheel with openreg_device.pth added and listed in RECORD."""
     path = Path(folder, wheel)
     whole = path.rename(path.with_suffix(".built"))
     with ZipFile(whole) as source, WheelFile(path, "w") as target:

@@ -37,12 +37,15 @@ def _load() -> None:
         _run(Path(torch.origin).with_name("version.py")),
         _run(Path(package.origin).with_name("_build.py")),
     )
-    if versions.get("__version__") != built.get("TORCH_VERSION") or versions["cuda"] or versions["hip"]:
+    installed, wanted = (
+        str(version).split("+")[0] for version in (versions["__version__"], built.get("TORCH_VERSION"))
+    )
+    if installed != wanted or versions["cuda"] or versions["hip"]:
         return
     extension = Path(package.origin).with_name(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")
     libraries = Path(torch.origin).with_name("lib")
-    for library in ("libtorch_global_deps.so", "libtorch_python.so"):
-        ctypes.CDLL(str(libraries / library), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(libraries / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(libraries / "libtorch_python.so"))
     ctypes.CDLL(str(extension))
     loaded = True
 

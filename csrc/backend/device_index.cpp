@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <cstdlib>
 #include <string>
 
 #include "backend/identity/identity.h"
@@ -17,7 +18,9 @@ c10::DeviceIndex checked_index(int64_t index) {
       count == 0       ? std::string("are no devices")
           : count == 1 ? "is 1 device, " + device_name(0)
                        : c10::str("are ", count, " devices, ", device_name(0), " to ", device_name(count - 1)),
-      ". Set OPENREG_DEVICE_COUNT before starting Python to have more.");
+      is_cuda() && std::getenv("CUDA_VISIBLE_DEVICES")
+          ? ". CUDA_VISIBLE_DEVICES lists those, by number; it is read when torch is imported."
+          : ". Set OPENREG_DEVICE_COUNT before starting Python to have more.");
   return static_cast<c10::DeviceIndex>(index);
 }
 

@@ -18,7 +18,7 @@ __all__ = ["register"]
 # The version of NCCL whose collectives the device has. Programs ask it what they may call.
 _NCCL_VERSION = (2, 27, 0)
 
-# What only NVIDIA's libraries and tools can do, and which of them.
+# Calls that need one of NVIDIA's libraries, and its name.
 _REFUSED = {
     "torch.cuda.CUDAPluggableAllocator": "an allocator written for the CUDA runtime",
     "torch.cuda.change_current_allocator": "an allocator written for the CUDA runtime",
@@ -49,8 +49,10 @@ def _refusal(name: str, needs: str) -> Callable[..., NoReturn]:
 class _Runtime(types.SimpleNamespace):
     """The functions of ``torch.cuda.cudart()`` that have a meaning here. Each returns an error code, 0 for success."""
 
-    def __getattr__(self, name: str) -> NoReturn:
-        refuse(f"cudart().{name}", "the CUDA runtime")
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        if name.startswith("cuda"):
+            return _refusal(f"cudart().{name}()", "the CUDA runtime")
+        raise AttributeError(f"cudart() has no attribute {name!r}")
 
 
 _runtime = _Runtime(

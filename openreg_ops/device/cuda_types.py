@@ -21,11 +21,16 @@ _DTYPES = {
     "Short": torch.int16,
 }
 _SPARSE = [name for name in _DTYPES if name != "Bool"]
+_has_default: list[TensorType] = []  # the type that set_default_tensor_type has chosen, if it is one of these
 _set_default_tensor_type = torch.set_default_tensor_type
 
 
+def _is_number(value: object) -> bool:
+    return hasattr(type(value), "__index__") and not isinstance(value, torch.Tensor)
+
+
 class TensorType(type):
-    """The type of these types. Calling one creates a tensor, from sizes, from data, or empty."""
+    """Metaclass of the legacy tensor types. Calling one creates a tensor, from sizes, from data, or empty."""
 
     dtype: torch.dtype
     is_cuda = True
@@ -36,8 +41,10 @@ class TensorType(type):
 
     def __call__(cls, *args: Any, device: torch.types.Device = None) -> torch.Tensor:
         options = {"dtype": cls.dtype, "device": torch.device("cuda" if device is None else device)}
-        if not args or isinstance(args[0], int | torch.Size):
+        if not args or isinstance(args[0], torch.Size) or _is_number(args[0]):
             return torch.empty(*(args or (0,)), **options)
+        if len(args) > 1:
+            raise TypeError(f"{cls.__name__}() takes sizes, or one sequence or tensor, but got {len(args)} arguments")
         data = args[0]
         return data.to(**options) if isinstance(data, torch.Tensor) else torch.tensor(data, **options)
 
@@ -57,11 +64,14 @@ class SparseTensorType(TensorType):
 def _set_default(t: Any) -> None:
     """As `torch.set_default_tensor_type`, for these types too."""
     kind = getattr(torch.cuda, t.rpartition(".")[2], t) if isinstance(t, str) and t.startswith("torch.cuda.") else t
-    if not isinstance(kind, TensorType):
-        torch.set_default_device("cpu")
-        return _set_default_tensor_type(t)
-    torch.set_default_dtype(kind.dtype)
-    torch.set_default_device("cuda")
+    if isinstance(kind, TensorType):
+        torch.set_default_dtype(kind.dtype)
+        torch.set_default_device("cuda")
+    else:
+        _set_default_tensor_type(t)
+        if _has_default:
+            torch.set_default_device(None)
+    _has_default[:] = [kind] if isinstance(kind, TensorType) else []
 
 
 def register() -> None:

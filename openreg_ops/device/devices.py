@@ -70,6 +70,8 @@ class DeviceProperties:
     def __getattr__(self, name: str) -> Any:
         if name in ("major", "minor") and identity.name == "cuda":
             return (environment.compute_capability() or (0, 0))[name == "minor"]
+        if name == "warp_size" and identity.name == "cuda":
+            return 32  # as every GPU of NVIDIA
         if name in _NO_FIELDS:
             raise AttributeError(
                 f"{name}: {identity.name}:{self.index} is a simulated device, which has no {_NO_FIELDS[name]}"

@@ -17,10 +17,10 @@ class Refusal(NamedTuple):
     line: str  #: file and line of the program
 
 
-refusals: list[Refusal] = []
+refusals: dict[Refusal, None] = {}  # in order
 
 
 def refuse(what: str, needs: str) -> NoReturn:
     """Raise NotImplementedError for a call that needs a library or a tool of a real GPU."""
-    refusals.append(Refusal(what, needs, place.line()))
+    refusals[Refusal(what, needs, place.line())] = None
     raise NotImplementedError(f"{what} needs {needs}, which a simulated device does not have; run this on a GPU")

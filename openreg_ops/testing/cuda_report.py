@@ -29,26 +29,23 @@ class CudaReport:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[object]:
-        before, known = _C.launch_count(), len(refusals)
+        before = _C.launch_count()
         try:
             return (yield)
         finally:
             if _C.launch_count() != before:
                 self.ran.append(item.nodeid)
-            for refusal in refusals[known:]:
+            for refusal in refusals:
                 self.refused[f"{refusal.line}: {refusal.what} needs {refusal.needs}"] = None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Iterator[Any]:
-        known = len(refusals)
         report = yield
         error = call.excinfo.value if call.excinfo else None
         where = f"{item.location[0]}:{(item.location[1] or 0) + 1}"
         if type(error).__name__ == "OpenregSanitizerErrors":
             self.races.append(f"{where}: {next(line for line in str(error).splitlines() if 'found' in line)}")
-        elif isinstance(error, NotImplementedError | ImportError | OSError | pytest.skip.Exception) and known == len(
-            refusals
-        ):
+        elif isinstance(error, NotImplementedError | ImportError | OSError | pytest.skip.Exception):
             text = str(error).partition("\n")[0]
             if _NEEDS.search(text) and not any(text.startswith(f"{refusal.what} needs") for refusal in refusals):
                 self.refused[f"{where}: {'skipped: ' if report.skipped else ''}{text}"] = None
@@ -69,13 +66,13 @@ class CudaReport:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         line = terminalreporter.line
         terminalreporter.section("cuda, simulated")
-        line(f"{counted(len(self.ran), 'test')} ran work on the simulated device, which needs a GPU otherwise")
+        line(f"{counted(len(self.ran), 'test')} used the simulated device and would otherwise need a GPU")
         if os.environ.get("OPENREG_SANITIZER") != "1":
             line("sanitizer: off; OPENREG_SANITIZER=1 finds missing waits between streams")
         else:
-            line(f"sanitizer: {counted(len(self.races), 'race')}", red=bool(self.races))
+            line(f"sanitizer: {counted(len(self.races), 'failure')}", red=bool(self.races))
         for race in self.races:
             line(f"  {race}")
-        line(f"{counted(len(self.refused), 'place')} asked for what only a GPU has")
+        line(f"{counted(len(self.refused), 'place')} that {'needs' if len(self.refused) == 1 else 'need'} a real GPU")
         for refusal in self.refused:
             line(f"  {refusal}")

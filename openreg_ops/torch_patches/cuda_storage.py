@@ -16,7 +16,7 @@ _resize = torch.UntypedStorage.resize_
 def _new(cls: type[torch.UntypedStorage], *args: Any, device: torch.types.Device = None, **kwargs: Any) -> Any:
     if device is None or torch.device(device).type != "cuda":
         return torch._C.StorageBase.__new__(cls, *args, device=device, **kwargs)
-    if args and not isinstance(args[0], int):
+    if args and not hasattr(type(args[0]), "__index__"):
         return torch.tensor(args[0], dtype=torch.uint8, device=device).untyped_storage()
     return torch.empty(*(args or kwargs.values() or (0,)), dtype=torch.uint8, device=device).untyped_storage()
 

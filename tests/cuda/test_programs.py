@@ -20,6 +20,7 @@ SLOW = COMPILES | {
     "exported_program",
     "fsdp1",
     "fsdp2",
+    "gloo_on_cuda",
     "multiprocessing_share",
     "nccl_collectives",
     "tensor_parallel",

@@ -114,18 +114,18 @@ def test_the_report_of_a_run(tmp_path):
         "    x += 1\n"
         "    with torch.cuda.stream(side): x += 1\n"
     )
-    for options, found in (("-q", "sanitizer: 1 race"), ("-n2", "sanitizer: off")):
+    for options, found in (("-q", "sanitizer: 1 failure"), ("-n2", "sanitizer: off")):
         on = "0" if found.endswith("off") else "1"
         ended = python(
             "-m", "pytest", options, "-p", "no:cacheprovider", "test_mine.py",
             cwd=tmp_path, OPENREG_DEVICE="cuda", OPENREG_SANITIZER=on,
         )  # fmt: skip
         report = ended.stdout[ended.stdout.index("cuda, simulated") :]
-        assert "3 tests ran work on the simulated device" in report, ended.stdout
+        assert "3 tests used the simulated device" in report, ended.stdout
         assert found in report and ("test_mine.py:9: openreg's sanitizer found a possible data race" in report) == (
             on == "1"
         )
-        assert "3 places asked for what only a GPU has" in report
+        assert "3 places that need a real GPU" in report
         for place in (
             "test_mine.py:5: skipped: could not import 'triton_for_gpus'",
             "test_mine.py:7: torch.cuda.temperature() needs NVML",

@@ -89,7 +89,7 @@ def test_metadata_of_cached_graphs():
             assert graphed()[0].saved == sys.maxsize
 
 
-def under_cuda(adaptation):
+def under_cuda(adaptation, folder):
     """How a program ends under the name cuda that compiles without this adaptation."""
     code = (
         "import torch, torch._inductor.compile_fx, torch._inductor.config as config\n"
@@ -99,20 +99,20 @@ def under_cuda(adaptation):
         "f = lambda x: ((x @ x.t()).relu(), x.softmax(-1))\n"
         "torch.testing.assert_close(torch.compile(f, mode='max-autotune-no-cudagraphs')(x), f(x))"
     )
-    return python("-c", code, OPENREG_DEVICE="cuda", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+    return python("-c", code, OPENREG_DEVICE="cuda", TORCHINDUCTOR_CACHE_DIR=str(folder))
 
 
 @pytest.mark.slow
-def test_cuda_is_not_a_gpu():
+def test_cuda_is_not_a_gpu(tmp_path):
     """Otherwise Inductor tunes Triton's templates, and looks at the processors of the GPU."""
-    assert "SMs" in under_cuda("cuda_is_not_a_gpu").stderr
-    ended = under_cuda(None)
+    assert "SMs" in under_cuda("cuda_is_not_a_gpu", tmp_path / "with").stderr
+    ended = under_cuda(None, tmp_path / "without")
     assert ended.returncode == 0 and "SMs" not in ended.stderr, ended.stderr
 
 
 @pytest.mark.slow
-def test_cuda_without_triton():
-    ended = under_cuda("cuda_without_triton")
+def test_cuda_without_triton(tmp_path):
+    ended = under_cuda("cuda_without_triton", tmp_path)
     assert ended.returncode == 1 and "too old to be supported by the triton GPU compiler" in ended.stderr
 
 

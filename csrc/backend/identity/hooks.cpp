@@ -61,6 +61,7 @@ struct CUDAHooks final : Hooks<at::CUDAHooksInterface> {
   // A program may prefer one of these; the device's linear algebra is LAPACK's.
   bool hasCuSOLVER() const override { return true; }
   bool hasMAGMA() const override { return true; }
+  bool hasCuBLASLt() const override { return true; }
   c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
   at::Allocator* getCUDADeviceAllocator() const override { return c10::GetAllocator(identity.type); }
   std::string showConfig() const override { return "  - CUDA: simulated by openreg_ops\n"; }

@@ -66,7 +66,7 @@ def test_what_needs_a_gpu_says_so(name):
     assert str(error.value) == (
         f"{name}() needs {cuda._REFUSED[name]}, which a simulated device does not have; run this on a GPU"
     )
-    (refusal,) = refusals[known:]
+    (refusal,) = [*refusals][known:]
     assert refusal[:2] == (f"{name}()", cuda._REFUSED[name]) and refusal.line.startswith(
         "tests/cuda/inside/test_torch_cuda.py:"
     )
@@ -223,3 +223,30 @@ def test_convolutions_name_the_type():
     module.bias = None
     with pytest.raises(RuntimeError, match=message.format("torch.cuda.HalfTensor")):
         module(x.cuda().half())
+
+
+def test_sizes_may_be_numpys():
+    import numpy
+
+    assert torch.cuda.FloatTensor(numpy.int64(2), 3).shape == (2, 3)
+    assert torch.UntypedStorage(numpy.int64(4), device="cuda").nbytes() == 4
+    with pytest.raises(
+        TypeError, match=r"torch.cuda.FloatTensor\(\) takes sizes, or one sequence or tensor, but got 2"
+    ):
+        torch.cuda.FloatTensor([1.0], 3)
+
+
+def test_the_runtime_has_what_it_can_do():
+    runtime = torch.cuda.cudart()
+    assert runtime.cudaProfilerStart() == 0 and not hasattr(runtime, "x") and hasattr(runtime, "cudaHostRegister")
+    with pytest.raises(NotImplementedError, match=r"cudart\(\).cudaHostRegister\(\) needs the CUDA runtime"):
+        runtime.cudaHostRegister(0, 0, 0)
+
+
+def test_the_default_device_of_a_program_stays():
+    torch.set_default_device("cuda")
+    try:
+        torch.set_default_tensor_type(torch.FloatTensor)
+        assert torch.ones(1).is_cuda
+    finally:
+        torch.set_default_device(None)
