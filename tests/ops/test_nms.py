@@ -5,7 +5,7 @@ import textwrap
 import kit
 import pytest
 import torch
-from kit import DEVICE, FLOATS, random
+from kit import DEVICE, FLOATS, NAME, random
 from processes import python
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close

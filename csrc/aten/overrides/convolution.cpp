@@ -77,8 +77,7 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
   };
   check("weight", weight);
   if (bias && bias->defined()) check("bias", *bias);
-  return convolution_overrideable(
-      input, weight, bias, stride, padding, dilation, transposed, output_padding, groups);
+  return convolution_overrideable(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& grad, const at::Tensor& input,

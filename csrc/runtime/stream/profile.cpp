@@ -156,7 +156,8 @@ std::int64_t detail::begin_call() noexcept {
 void detail::end_call(const char* name, std::int64_t begin) noexcept try {
   const Scopes& in = scopes();
   keep(in.session,
-      {Activity::kHost, Site::kWait, call_name(name), {}, begin, now(), 0, in.operation(), in.ranges, 0, thread_number()});
+      {Activity::kHost, Site::kWait, call_name(name), {}, begin, now(), 0, in.operation(), in.ranges, 0,
+          thread_number()});
 } catch (const std::bad_alloc&) {
 }
 
