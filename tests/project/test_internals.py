@@ -146,7 +146,7 @@ USED = r"check|ops\b|neg_view|(fused|flash|efficient)_|convert_|dyn_|sobol_|wrap
 PRIVATE = re.compile(
     rf"\btorch(\.(?!utils\b)\w+)*\._(?!C\b|_|{USED})\w|\btorch\._C\.[_A-Z]|(from|import) torch\.(?!utils\.)(\w+\.)*_(?!ops\b)\w"
 )
-IN_CPP = re.compile(r"functorchTLSAccessor|deregisterFallback_|impl::cow::|REGISTER_PRIVATEUSE1_DISPATCH|\"comm\"")
+IN_CPP = re.compile(r"functorchTLSAccessor|deregisterFallback_|impl::cow::|register_stub\(at::|\"comm\"")
 
 
 def test_every_row_is_whole():
