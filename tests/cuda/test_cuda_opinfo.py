@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-
-from tests.processes import python
+from processes import python
 
 pytestmark = pytest.mark.processes
 

@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
+import processes
 import pytest
-
-from tests import processes
 
 INSIDE = Path(__file__).parent / "inside"
 

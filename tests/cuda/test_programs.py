@@ -6,8 +6,7 @@ Each file of `programs` is right on a machine with two NVIDIA GPUs, and knows no
 from pathlib import Path
 
 import pytest
-
-from tests.processes import python
+from processes import python
 
 PROGRAMS = {path.stem: path for path in sorted(Path(__file__).with_name("programs").glob("*.py"))}
 COMPILES = {"compiled", "compiled_transformer", "cpp_extension"}

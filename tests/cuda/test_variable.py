@@ -3,9 +3,9 @@
 import re
 
 import pytest
+from processes import python
 
 from openreg_ops import environment
-from tests.processes import python
 
 pytestmark = pytest.mark.processes
 

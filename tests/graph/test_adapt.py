@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import calls, kernels, on, source, uncached, without
+from processes import python
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
-
-from tests.processes import python
 
 pytestmark = pytest.mark.compiles
 

@@ -290,14 +290,16 @@ def test_memory_is_linear():
     program = """
 import resource, torch, openreg_ops
 def run(length):
-    q, k, v = (torch.randn(1, 1, length, 8, device=NAME, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, 1, length, 8, device='NAME', requires_grad=True) for _ in range(3))
     openreg_ops.attention(q, k, v)[0].sum().backward()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 small = run(64)
 print(run(8192) - small)
 """
     kibibytes = int(
-        subprocess.run([sys.executable, "-P", "-c", program], check=True, capture_output=True, text=True).stdout
+        subprocess.run(
+            [sys.executable, "-P", "-c", program.replace("NAME", NAME)], check=True, capture_output=True, text=True
+        ).stdout
     )
     assert kibibytes < 64 * 1024
 

@@ -84,7 +84,7 @@ import torch
 from openreg_ops import swiglu_backward
 
 for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-    few = torch.randn(3, 4099, dtype=dtype, device=NAME).unbind()
+    few = torch.randn(3, 4099, dtype=dtype, device='NAME').unbind()
     n = (8 << 20) // dtype.itemsize + 5
     many = lambda x: x.repeat(n // x.numel() + 1)[:n]
     for gradient, expected in zip(swiglu_backward(*map(many, few)), swiglu_backward(*few), strict=True):
@@ -107,7 +107,7 @@ def test_gradients_that_no_cache_holds(tmp_path):
     (tmp_path / "no_cache.c").write_text(NO_CACHE)
     command = ["gcc", "-shared", "-fPIC", tmp_path / "no_cache.c", "-o", tmp_path / "no_cache.so"]
     subprocess.run(command, check=True)
-    done = processes.python("-c", GRADIENTS, LD_PRELOAD=str(tmp_path / "no_cache.so"))
+    done = processes.python("-c", GRADIENTS.replace("NAME", NAME), LD_PRELOAD=str(tmp_path / "no_cache.so"))
     assert done.stdout.splitlines() == [f"{dtype} True" for dtype in FLOATS for _ in range(4)], done.stderr
 
 
