@@ -298,7 +298,7 @@ print(run(8192) - small)
 """
     kibibytes = int(
         subprocess.run(
-            [sys.executable, "-P", "-c", program.replace("NAME", NAME)], check=True, capture_output=True, text=True
+            [sys.executable, "-P", "-c", program.replace("NAME", kit.NAME)], check=True, capture_output=True, text=True
         ).stdout
     )
     assert kibibytes < 64 * 1024

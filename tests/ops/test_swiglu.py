@@ -107,7 +107,7 @@ def test_gradients_that_no_cache_holds(tmp_path):
     (tmp_path / "no_cache.c").write_text(NO_CACHE)
     command = ["gcc", "-shared", "-fPIC", tmp_path / "no_cache.c", "-o", tmp_path / "no_cache.so"]
     subprocess.run(command, check=True)
-    done = processes.python("-c", GRADIENTS.replace("NAME", NAME), LD_PRELOAD=str(tmp_path / "no_cache.so"))
+    done = processes.python("-c", GRADIENTS.replace("NAME", kit.NAME), LD_PRELOAD=str(tmp_path / "no_cache.so"))
     assert done.stdout.splitlines() == [f"{dtype} True" for dtype in FLOATS for _ in range(4)], done.stderr
 
 
