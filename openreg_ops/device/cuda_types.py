@@ -50,7 +50,7 @@ class TensorType(type):
 
 
 class SparseTensorType(TensorType):
-    """The type of the types of sparse tensors. Calling one takes indices, values and a size."""
+    """Metaclass of the legacy types of sparse tensors. Calling one takes indices, values and a size."""
 
     layout = torch.sparse_coo
 
