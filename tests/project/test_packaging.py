@@ -133,6 +133,15 @@ def test_the_version_has_one_place(tmp_path, monkeypatch):
         assert said.stdout.split()[-1] == expected, said.stderr
 
 
+def test_the_repository_has_one_address():
+    tables = [
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["urls"]
+        for folder in (".", "openreg_tools")
+    ]
+    assert tables[0] == tables[1], "openreg_tools/pyproject.toml repeats project.urls of pyproject.toml"
+    assert all(url.startswith(tables[0]["Repository"]) for name, url in tables[0].items() if name != "Documentation")
+
+
 def test_meta_is_part_of_the_package():
     assert openreg_ops.meta.__name__ == "openreg_ops.meta"
     files = {path.name for path in Path(openreg_ops.meta.__file__).parent.glob("*.py")}
