@@ -18,9 +18,23 @@ LIGHT = {
     "torch": "#fdeee9",
     "ours": "#e4effc",
 }
-LIGHT |= {"warm": "#fff4d6", "good": "#e1f5e6", "edge": "#c4ccd4"}
+LIGHT |= {
+    "warm": "#fff4d6",
+    "good": "#e1f5e6",
+    "bad": "#fbd5d1",
+    "edge": "#c4ccd4",
+    "paper": "#fff",
+    "alarm": "#b42318",
+}
 DARK = {"ink": "#e6edf3", "dim": "#9da7b3", "line": "#7d8590", "base": "#1b2027", "torch": "#41271f", "ours": "#17304f"}
-DARK |= {"warm": "#40371a", "good": "#16361f", "edge": "#3d444d"}
+DARK |= {
+    "warm": "#40371a",
+    "good": "#16361f",
+    "bad": "#6a2320",
+    "edge": "#3d444d",
+    "paper": "#0d1117",
+    "alarm": "#ff9087",
+}
 
 
 def _variables(colors: dict[str, str]) -> str:
@@ -36,18 +50,20 @@ body[data-theme=dark] .drawing-svg{{{_variables(DARK)}}}
 .drawing-svg text.dim{{fill:var(--dim);font-size:12px}}
 .drawing-svg text.code{{font-family:ui-monospace,SFMono-Regular,Menlo,"DejaVu Sans Mono",monospace;font-size:13px}}
 .drawing-svg text.head{{font-weight:600}}
+.drawing-svg text.alarm{{fill:var(--alarm);font-size:12px;font-weight:600}}
 .drawing-svg rect{{stroke:var(--edge);stroke-width:1}}
 .drawing-svg path{{stroke:var(--line);stroke-width:1.5;fill:none}}
 .drawing-svg path.tip{{fill:var(--line);stroke:none}}
+.drawing-svg path.alarm{{stroke:var(--alarm)}}
 .drawing-svg .dash{{stroke-dasharray:5 4}}
 """.strip()
 
 
 class Figure:
-    """An SVG of a width and height in pixels."""
+    """An SVG of a width and height in pixels. It is shown `zoom` times as large where there is room."""
 
-    def __init__(self, name: str, width: int, height: int, title: str) -> None:
-        self.name, self.width, self.height, self.title = name, width, height, title
+    def __init__(self, name: str, width: int, height: int, title: str, zoom: float = 1) -> None:
+        self.name, self.width, self.height, self.title, self.zoom = name, width, height, title, zoom
         self.parts: list[str] = []
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "middle") -> None:
@@ -93,8 +109,9 @@ class Figure:
         self.parts.append(f'<path class="tip" d="{tip}"/>')
 
     def svg(self) -> str:
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" class="drawing-svg" viewBox="0 0 {self.width} {self.height}" '
-        head += f'width="{self.width}" height="{self.height}" role="img">'
+        kind = "drawing-svg narrow" if self.zoom > 1 else "drawing-svg"
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" viewBox="0 0 {self.width} {self.height}" '
+        head += f'width="{self.width * self.zoom:g}" height="{self.height * self.zoom:g}" role="img">'
         return "\n".join(
             [head, f"<title>{html.escape(self.title)}</title>", f"<style>{STYLE}</style>", *self.parts, "</svg>\n"]
         )
@@ -334,7 +351,34 @@ def graph() -> Figure:
     return f
 
 
-FIGURES = (architecture, call, launch, memory, graph)
+def race() -> Figure:
+    """The race of the README, and what `pytest --device=openreg --device-misuse=race` says. It is readable on a phone."""
+    f = Figure("race", 420, 318, "The host reads the result of a copy before the copy has run", zoom=1.5)
+    f.parts.append('<rect x=".5" y=".5" width="419" height="317" rx="8" fill="var(--paper)"/>')
+    f.text(16, 28, "Passes on the CPU, and usually on a GPU", "head", "start")
+    for y, lane in ((86, "host"), (156, "stream")):
+        f.text(16, y + 5, lane, "head", "start")
+        f.arrow((80, y), (408, y))
+    f.box(84, 70, 60, 32, "`ones()", fill="base")
+    f.box(152, 70, 70, 32, "`copy_()", fill="base")
+    f.text(187, 62, "library.py:7", "dim")
+    f.box(258, 70, 58, 32, "`sum()", fill="bad")
+    f.text(287, 62, "test_library.py:7", "dim")
+    f.box(108, 140, 60, 32, "`ones", fill="good")
+    f.box(336, 140, 58, 32, "`copy_", fill="good")
+    f.arrow((126, 102), (126, 140))
+    f.arrow((187, 102), (187, 121), (365, 121), (365, 140))
+    f.text(408, 112, "time", "dim", "end")
+    f.parts.append('<path class="alarm dash" d="M287 102L287 182"/>')
+    f.text(404, 197, "sum() reads what copy_ has not written yet", "alarm", "end")
+    lines = ("race: test_library.py:7", "the host did not wait for aten::copy_")
+    f.box(16, 210, 388, 94, fill="base")
+    for i, words in enumerate((*lines, "Remedy: call torch.accelerator.synchronize()", "before the host reads")):
+        f.text(28, 232 + 20 * i, words, "code", "start")
+    return f
+
+
+FIGURES = (architecture, call, graph, launch, memory, race)
 
 
 def draw() -> dict[str, str]:
