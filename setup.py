@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import tomllib
 from pathlib import Path
+from urllib.parse import urljoin
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -109,6 +110,20 @@ def host_scalars() -> dict[str, int]:
 VERSION = tomllib.loads((ROOT / "openreg_tools/pyproject.toml").read_text())["project"]["version"]
 # A local version label (PEP 440): a wheel is for one torch, and one index has wheels for several.
 LABEL = os.environ.get("OPENREG_LABEL", f"torch{TORCH_VERSION.split('+')[0]}") if RELEASE else ""
+
+
+def readme() -> str:
+    """README.md for a package index: its relative links and pictures lead to the repository at the version's tag."""
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+
+    def absolute(link: re.Match[str]) -> str:
+        kind = "raw" if link[2].endswith((".svg", ".png", ".gif")) else "blob"
+        return link[1] + urljoin(f"{address}/{kind}/v{VERSION}/", link[2])
+
+    parts = re.split(r"(^```.*?^```|`[^`\n]+`)", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    relative = r"""(\]\(|(?:href|src|srcset)=")(?!https?:|#)([^)"\s]+)"""
+    parts[::2] = [re.sub(relative, absolute, text) for text in parts[::2]]  # the others are code
+    return "".join(parts)
 
 
 def openreg_tools() -> str:
@@ -312,6 +327,8 @@ class Build(build_ext):
 
 setup(
     version=f"{VERSION}+{LABEL}" if LABEL else VERSION,
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     packages=[
         "openreg_ops",
         "openreg_ops.cuda_operators",
@@ -328,7 +345,7 @@ setup(
     ],
     package_dir={"openreg_ops.meta": "meta"},
     package_data={
-        "openreg_ops": ["include/openreg/*.h", "share/cmake/openreg/*.cmake"],
+        "openreg_ops": ["py.typed", "include/openreg/*.h", "share/cmake/openreg/*.cmake"],
         "openreg_ops.tools": ["templates/*.in", "templates/package/*.in"],
     },
     py_modules=["openreg_device", "pytest_openreg_ops"],

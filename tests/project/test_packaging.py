@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -97,8 +98,9 @@ def test_wheel_has_every_module(tmp_path):
         str(path.relative_to(ROOT)) for path in (ROOT / "openreg_ops").rglob("*") if path.suffix in (".h", ".cmake")
     }
     assert len(interface) == 6
+    typed = {"openreg_ops/py.typed"}
     outside = {"openreg_device.py", "pytest_openreg_ops.py"}  # Python and pytest import them where torch is not loaded
-    assert modules | meta | templates | interface | outside | {"openreg_ops/_build.py"} == built | {
+    assert modules | meta | templates | interface | typed | outside | {"openreg_ops/_build.py"} == built | {
         "openreg_ops/_build.py"
     }
 
@@ -140,6 +142,22 @@ def test_the_repository_has_one_address():
     ]
     assert tables[0] == tables[1], "openreg_tools/pyproject.toml repeats project.urls of pyproject.toml"
     assert all(url.startswith(tables[0]["Repository"]) for name, url in tables[0].items() if name != "Documentation")
+
+
+def test_an_index_shows_the_whole_readme(tmp_path):
+    """The descriptions of both packages have no relative links; those of README.md lead to the version's tag."""
+    setup("egg_info", "--egg-base", str(tmp_path))
+    text = (tmp_path / "openreg_ops.egg-info" / "PKG-INFO").read_text()
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    for path in (
+        "blob/v{}/LICENSE)",
+        "blob/v{}/docs/getting-started.md",
+        "raw/v{}/docs/figures/",
+        "actions/workflows/",
+    ):
+        assert f"{address}/{path}".format(openreg_ops._build.VERSION) in text
+    for description in (text, (ROOT / "openreg_tools" / "README.md").read_text()):
+        assert not re.findall(r"""(?:\]\(|href="|src=")(?!https:|#).*""", description)
 
 
 def test_meta_is_part_of_the_package():
