@@ -8,7 +8,7 @@ from openreg_tools.__main__ import COMMANDS as TOOLS
 from openreg_tools.core.options import run
 
 OWN = {
-    "new": ("openreg_ops.tools.new", "write the three files of a new operator into a checkout"),
+    "new": ("openreg_ops.tools.new", "write a new operator: a package (--package), or three files in a checkout"),
 }
 COMMANDS = dict(sorted((TOOLS | OWN).items()))
 

@@ -247,7 +247,7 @@ void CpuCall::refuse(const at::Tensor& tensor) const {
   TORCH_CHECK(!message, name_, ": ", message, " (", first ? tensor.device().str() : here, "); move one with .to()");
   TORCH_CHECK(false, name_, ": Expected all tensors to be on the same device, but found at least two devices, ", here,
       " and ", tensor.device(),
-      "! Move one with .to(); a CPU tensor may take part only if it has no dimension and is not written to.");
+      "! Move one with .to(); a CPU tensor is allowed only if it is 0-dimensional and not written to.");
 }
 
 const at::Tensor& CpuCall::alias(const at::Tensor& tensor, bool write) {

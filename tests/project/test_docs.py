@@ -93,12 +93,14 @@ def blocks():
             yield page, heading, language, text
 
 
-def named(page):
-    """The files of a page: blocks that begin with their name."""
-    files = {}
+def named(page, block=""):
+    """The files of a page: blocks that begin with their name. Of a file with several versions, the one before `block`."""
+    files, later = {}, False
     for where, _, _, text in blocks():
         if where == page and (match := re.match(r"(?:#|//) ([\w/]+\.\w+)\n", text)):
-            files[match[1]] = text
+            if not later or match[1] not in files:
+                files[match[1]] = text
+        later |= (where, text) == (page, block)
     return files
 
 
@@ -121,7 +123,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page, heading, code", list(run("python")))
 def test_a_block_runs(page, heading, code, folder):
     setup = "".join(text for (p, h, part), text in SETUP.items() if (p, h) == (page, heading) and part in code)
-    for name, text in named(page).items():
+    for name, text in named(page, code).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     code = code.replace('device="cuda"', 'device="cpu"')  # the one block that shows another device
@@ -143,7 +145,7 @@ def test_a_block_runs(page, heading, code, folder):
 @pytest.mark.parametrize("page, heading, shown", list(run("console")))
 def test_a_command_prints_what_the_page_shows(page, heading, shown, folder):
     """But for the time that it took, and for what an … leaves out."""
-    for name, text in named(page).items():
+    for name, text in named(page, shown).items():
         (folder / name).write_text(text)
     command, _, expected = shown.removeprefix("$ ").partition("\n")
     words = shlex.split(command)
