@@ -11,6 +11,7 @@ import torch
 
 from openreg_ops import _C, environment
 from openreg_ops.device import cuda_types, devices, graphs, memory, streams, sync_debug
+from openreg_ops.device.device_index import maybe_exchange_device
 from openreg_ops.device.refusals import refuse
 
 __all__ = ["register"]
@@ -74,7 +75,7 @@ def _bindings() -> dict[str, Any]:
         "_cuda_getDevice": devices.current_device,
         "_cuda_setDevice": devices.set_device,
         "_cuda_exchangeDevice": _C.exchange_device,
-        "_cuda_maybeExchangeDevice": _maybe_exchange_device,
+        "_cuda_maybeExchangeDevice": maybe_exchange_device,
         "_cuda_hasPrimaryContext": lambda device: 0 <= device < devices.device_count(),
         "_cuda_canDeviceAccessPeer": devices.can_device_access_peer,
         "_cuda_getArchFlags": lambda: " ".join(devices.get_arch_list()),
@@ -123,10 +124,6 @@ def _numbers(stream: torch.Stream) -> tuple[int, int, int]:
     return stream.stream_id, stream.device_index, stream.device_type
 
 
-def _maybe_exchange_device(device: int) -> int:
-    return _C.exchange_device(device) if device >= 0 else devices.current_device()
-
-
 def register(cuda: types.ModuleType) -> None:
     """Complete ``torch.cuda``, which has the names of ``torch.openreg`` already."""
     for name, function in _bindings().items():
@@ -135,7 +132,7 @@ def register(cuda: types.ModuleType) -> None:
         torch.backends.cuda.is_built = lambda: True
         torch._C._cuda_CUDAAllocator_AllocatorState = type("AllocatorState", (), {})  # a type that Inductor names
         torch.version.cuda = "13.0"
-    cuda._exchange_device, cuda._maybe_exchange_device = _C.exchange_device, _maybe_exchange_device
+    cuda._exchange_device, cuda._maybe_exchange_device = _C.exchange_device, maybe_exchange_device
     cuda._CudaDeviceProperties = devices.DeviceProperties
     cuda._cudart = _runtime
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = graphs.Graph

@@ -10,7 +10,7 @@ import torch
 from openreg_ops import _C
 from openreg_ops.identity import identity
 
-__all__ = ["constant", "current_device", "device_index"]
+__all__ = ["constant", "current_device", "device_index", "maybe_exchange_device"]
 
 
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,6 +27,11 @@ def _checked(index: int) -> int:
 def current_device() -> int:
     """The index of the calling thread's current device."""
     return torch.accelerator.current_device_index()  # compiled graphs guard on this
+
+
+def maybe_exchange_device(device: int) -> int:
+    """Make `device` current unless it is negative. Returns the device that was current."""
+    return _C.exchange_device(device) if device >= 0 else current_device()
 
 
 def device_index(device: torch.types.Device = None) -> int:

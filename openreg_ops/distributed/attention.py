@@ -100,7 +100,10 @@ def _ring(function: str, shards: Shards, tensors: dict[str, DTensor], attn_mask:
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     if attn_mask is not None:
-        raise NotImplementedError("attn_mask is not supported yet")  # nor is it on CUDA
+        raise NotImplementedError(
+            "scaled_dot_product_attention: expected no attn_mask inside context_parallel(), as on CUDA, but got one of shape "
+            f"{list(attn_mask.shape)}; pass is_causal=True, or leave context_parallel()"
+        )
     local = {name: shards.local(x, [SEQUENCE]) for name, x in tensors.items()}
     return getattr(_attention, function)(shards.mesh.get_group(), SEQUENCE, **local, **options)
 

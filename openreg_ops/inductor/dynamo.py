@@ -6,6 +6,7 @@ import torch
 from torch._dynamo import device_interface
 
 from openreg_ops import _C
+from openreg_ops.device.device_index import maybe_exchange_device
 from openreg_ops.identity import identity
 
 
@@ -33,10 +34,7 @@ class Interface(device_interface.DeviceInterface):
     synchronize = staticmethod(torch.openreg.synchronize)
     memory_allocated = staticmethod(torch.openreg.memory_allocated)
     exchange_device = staticmethod(_C.exchange_device)
-
-    @staticmethod
-    def maybe_exchange_device(device: int) -> int:
-        return _C.exchange_device(device) if device >= 0 else torch.openreg.current_device()
+    maybe_exchange_device = staticmethod(maybe_exchange_device)
 
     @staticmethod
     def _set_stream_by_id(stream_id: int, device_index: int, device_type: int) -> None:

@@ -611,6 +611,14 @@ def check_context_parallel():
             found = context_parallel_unshard(mesh, [out.detach(), *grads], [2] * 4)
         for got, plain in zip(found, expected, strict=True):
             assert_close(got, plain.detach(), rtol=1e-4, atol=1e-5)
+    mask = torch.ones(1, 1, 16 // dist.get_world_size(), 16, device="openreg")  # of this rank's queries
+    with (
+        context_parallel(mesh, buffers=buffers[:3], buffer_seq_dims=[2] * 3),
+        pytest.raises(
+            NotImplementedError, match="expected no attn_mask inside context_parallel.*; pass is_causal=True"
+        ),
+    ):
+        torch.nn.functional.scaled_dot_product_attention(*buffers[:3], mask)
 
 
 OF_PYTORCH = [

@@ -82,7 +82,11 @@ def test_metadata_of_cached_graphs():
     from openreg_ops.inductor import adapt
 
     adaptation = adapt.ADAPTATIONS["metadata_of_cached_graphs"]
-    with fresh_cache(), torch._functorch.config.patch(enable_autograd_cache=True):
+    with (
+        fresh_cache(),
+        torch._inductor.config.patch(fx_graph_cache=True),
+        torch._functorch.config.patch(enable_autograd_cache=True),
+    ):
         assert [graphed()[0].saved for _ in range(2)] == [1, 1]
         with patch.object(adaptation.owner, adaptation.name, adaptation.original):
             assert graphed()[0].saved == sys.maxsize

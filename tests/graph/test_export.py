@@ -203,6 +203,7 @@ compile()
 @pytest.mark.slow
 def test_compiled_graphs_are_cached_until_our_code_generator_changes(tmp_path):
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    cache["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "1"
     assert run(CACHED, **cache).split() == ["0", "1", "0", "1"]
     assert run(CACHED, **cache).split() == ["1", "0", "1", "0"]
 
