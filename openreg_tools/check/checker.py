@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import inspect
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -22,7 +24,7 @@ from openreg_tools.check.case import Operator, name_of
 from openreg_tools.check.checks import CHECKS, SLOW
 from openreg_tools.check.report import Report
 from openreg_tools.check.run import Checks, in_children, in_process
-from openreg_tools.core import child, from_schema
+from openreg_tools.core import child, from_schema, place
 from openreg_tools.core.attempts import Attempt, attempts
 from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.device import usable
@@ -91,6 +93,24 @@ def _named_operators(function: Any) -> set[str]:
         elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST"):
             chain = [instruction.argval]
     return named
+
+
+def definition(op: Operator) -> dict[str, str]:
+    """The file and line of each part of an operator in its library's source, as far as Python or PyTorch knows them."""
+    name = op._schema.name
+    if defined := torch._library.custom_ops.OPDEFS.get(name):
+        parts = {"kernel": defined._init_fn, "fake kernel": defined._abstract_fn, "backward": defined._backward_fn}
+        codes = {
+            part: getattr(inspect.unwrap(function), "__code__", None) for part, function in parts.items() if function
+        }
+        return {part: f"{code.co_filename}:{code.co_firstlineno}" for part, code in codes.items() if code}
+    entry = torch._library.simple_registry.singleton.find(name)
+    registered = re.search("^debug: registered at (.*)$", torch._C._dispatch_dump(op.name()), re.M)
+    found = {
+        "kernel": registered[1] if registered else "",
+        "fake kernel": entry.fake_impl.kernel.source if entry.fake_impl.kernel else "",
+    }
+    return {part: where for part, where in found.items() if where and not where.startswith(place.libraries())}
 
 
 # ---- samples ----
@@ -263,7 +283,9 @@ def prepare(
         raise ValueError(f"{name_of(op)}: sample_inputs is empty; give at least one tuple of arguments")
     about = {name: CHECKS[name].__doc__.strip().splitlines()[0] for name in chosen}
     shown = [repr(sample) for sample in samples]
-    report = Report(name_of(op), str(op._schema), target, torch.__version__, shown, about, notes=notes)
+    report = Report(
+        name_of(op), str(op._schema), target, torch.__version__, shown, about, notes=notes, definition=definition(op)
+    )
     may_pass = list(backend.may_pass(name_of(op)))
     return Checks(report, op, samples, reference, dict(known), may_pass, intended_gradient)
 

@@ -16,8 +16,9 @@ from openreg_tools.check.checks import CHECKS
 from openreg_tools.check.report import Report, Result, explanation
 from openreg_tools.check.run import Checks, in_children
 from openreg_tools.core import device
-from openreg_tools.core.options import Wrong, count, duration, named, search_here, split, unknown
-from openreg_tools.core.report import Progress, add_output, write
+from openreg_tools.core.findings import annotate, sarif
+from openreg_tools.core.options import Wrong, count, duration, file, named, search_here, split, unknown
+from openreg_tools.core.report import Progress, add_output, write, write_file
 from openreg_tools.core.samples import dtype_of, parse
 
 
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=duration, default=180, help="seconds allowed for one check of one sample (default 180)"
     )
     add_output(parser)
+    parser.add_argument("--sarif", type=file, metavar="FILE", help="write the failures and warnings as SARIF")
     parser.add_argument("--verbose", action="store_true", help="also show why checks were skipped, and what passed")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
@@ -85,7 +87,14 @@ def main(arguments: argparse.Namespace) -> int:
         return 130
     finally:
         progress.end()
-    return write(report, arguments, verbose=arguments.verbose)
+    status = write(report, arguments, verbose=arguments.verbose)
+    findings = report.findings()
+    annotate(findings)
+    if arguments.sarif:
+        write_file(
+            arguments.sarif, sarif("openreg-tools check", report.operator, report.about, findings, "checker.html#{}")
+        )
+    return status
 
 
 def prepared(arguments: argparse.Namespace) -> Checks:

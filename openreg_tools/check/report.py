@@ -13,6 +13,7 @@ from openreg_tools.check.case import FAKE
 from openreg_tools.check.checks import PARTS
 from openreg_tools.core import report
 from openreg_tools.core.blocks import Block, Box, Cell, Lines, Section, Table, Text
+from openreg_tools.core.findings import Finding
 from openreg_tools.core.page import facts, legend
 
 DOCS = "docs/checker.md"
@@ -72,6 +73,7 @@ class Report(report.Report):
     results: list[Result] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
+    definition: dict[str, str] = dataclasses.field(default_factory=dict)  # part of the operator -> file and line
 
     @property
     def title(self) -> str:
@@ -161,6 +163,17 @@ class Report(report.Report):
                 found[part] = Cause(first[check], [result.sample for result in self.of("fail", check)], [])
         return list(found.values())
 
+    def findings(self) -> list[Finding]:
+        """Each cause, and each warning, at the line that defines the part of the operator it is about."""
+        causes = [(cause.result, "error") for cause in self.causes()]
+        warnings = [(result, "warning") for result, _ in self.grouped("warn")]
+        found = []
+        for result, level in causes + warnings:
+            message = f"{result.sentence}\nRemedy: {result.remedy}" if result.remedy else result.sentence
+            where = self.definition.get(_part(result)) or next(iter(self.definition.values()), "")
+            found.append(Finding(result.check, level, message, where))
+        return found
+
     # ---- the forms ----
 
     def summary(self) -> str:
@@ -240,6 +253,7 @@ class Report(report.Report):
             "passed": self.passed,
             "seconds": round(self.seconds, 3),
             "notes": self.notes,
+            "definition": self.definition,
             "samples": self.samples,
             "checks": self.about,
             "causes": [

@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--device-forbid", metavar="KINDS", help="report these kinds too, and fail the run if one is found")
     group.addoption("--device-report", metavar="FILE", help="write what was found as JSON")
+    group.addoption("--device-sarif", metavar="FILE", help="write what was found as SARIF, for GitHub's code scanning")
     parser.addini("device_names", "arguments of tests that are devices", type="args", default=["device"])
 
 
@@ -60,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from openreg_tools.pytest_plugin.session import Session
 
         config.pluginmanager.register(Session(config), "openreg_tools.pytest_plugin.session")
-    elif option.device_misuse or option.device_forbid or option.device_report:
+    elif option.device_misuse or option.device_forbid or option.device_report or option.device_sarif:
         raise pytest.UsageError(
             "--device-misuse and related options watch a device; name it with --device DEVICE (or --on-device)"
         )

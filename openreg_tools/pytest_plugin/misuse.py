@@ -7,8 +7,11 @@ import json
 import re
 import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from openreg_tools.core.findings import Finding
 
 # What is looked for, in the order of the report.
 KINDS = {
@@ -131,6 +134,14 @@ class Misuses:
             if own:
                 out.append(f"{'' if lines else kind + ': '}{own:>7,} more in test code (not counted)")
         return out
+
+    def findings(self, forbidden: set[str], root: str) -> Iterator[Finding]:
+        """Each line of `lines`; an error if its kind is forbidden. `root` is the folder that their files start at."""
+        for kind, title in KINDS.items():
+            for count, what, where in self.lines(kind):
+                times = f" ({count:,} times)" if count > 1 else ""
+                message = f"{title}: {what}{times}\nRemedy: {_remedy(kind, what)}"
+                yield Finding(kind, "error" if kind in forbidden else "warning", message, where, root)
 
     def write(self, path: str, **about: Any) -> None:
         """The report as JSON: every line, with the tests that reached it."""

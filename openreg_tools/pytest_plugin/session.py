@@ -16,6 +16,7 @@ from openreg_tools import backends
 from openreg_tools.core import place
 from openreg_tools.core.blocks import counted
 from openreg_tools.core.device import usable
+from openreg_tools.core.findings import annotate, sarif
 from openreg_tools.core.options import Wrong
 from openreg_tools.pytest_plugin import isolated, sources
 from openreg_tools.pytest_plugin.misuse import KINDS, Misuse, Misuses
@@ -168,6 +169,12 @@ class Session:
                 path, torch=torch.__version__, devices=[*map(str, self.devices)], tests=self.tests,
                 kinds=[kind for kind in KINDS if kind in self.kinds],
             )  # fmt: skip
+        found = [*self.misuses.findings(self.forbidden, str(self.config.rootpath))]
+        annotate(found)
+        if path := self.config.option.device_sarif:
+            rules = {kind: title for kind, title in KINDS.items() if kind in self.kinds | self.misuses.kinds()}
+            page = "testing-your-library.html#what-the-plugin-reports"
+            Path(path).write_text(sarif("pytest --device", self.shown, rules, found, page))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

@@ -783,10 +783,12 @@ def test_forbidden_kinds_fail_the_run(pytester, run):
         def test_it(device): library.step(torch.ones(3, device=device), 1)
     """)  # fmt: skip
     assert run("--device=openreg", "--device-misuse=sync", "--device-forbid=leak,cuda").ret == 0
-    result = run("--device=openreg", "--device-forbid=sync")
+    result = run("--device=openreg", "--device-forbid=sync", "--device-sarif=out.sarif")
     result.assert_outcomes(passed=1)
     assert result.ret == 1
     result.stdout.fnmatch_lines(["--device-forbid: found sync"])
+    (found,) = json.loads((pytester.path / "out.sarif").read_text())["runs"][0]["results"]
+    assert (found["ruleId"], found["level"]) == ("sync", "error")
 
 
 @pytest.mark.processes
