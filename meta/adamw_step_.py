@@ -38,9 +38,9 @@ def adamw_step_(
     """Advance every parameter and its state by one step of AdamW, in place.
 
     With g = grad / grad_scale, negated to maximize, and t = step + 1:
-    exp_avg += (g - exp_avg) * (1 - beta1),  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g**2
+    exp_avg = beta1 * exp_avg + (1 - beta1) * g,  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g**2
     param = param * (1 - lr * weight_decay)
-            - lr / (1 - beta1**t) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2**t)) + eps),  step = t
+            - lr / (1 - beta1**t) * (exp_avg / (sqrt(exp_avg_sq / (1 - beta2**t)) + eps)),  step = t
     With amsgrad, max_exp_avg_sq, the maximum of all exp_avg_sq so far, replaces exp_avg_sq in the last line.
 
     Args:

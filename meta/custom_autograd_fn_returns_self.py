@@ -11,7 +11,7 @@ from openreg_ops.meta import op
 def custom_autograd_fn_returns_self(input: Tensor) -> Tensor:
     """The input itself; its gradient is half of the output's.
 
-    y = input;  d input = 0.5 * dy
+    y = input,  grad_input = 0.5 * grad_y
 
     Args:
         input: any shape, strides and dtype.

@@ -104,8 +104,8 @@ def fake_quantize_backward(
     """The gradients that `fake_quantize` gives x and scale.
 
     With t = round(x / scale) and k = clamp(t, quant_min - zero_point, quant_max - zero_point):
-    grad_x = grad_y where t == k, else 0
-    grad_scale = sum(grad_y * (k - (x / scale where t == k, else 0))) over all x of one scale; 0 if it is not finite
+    grad_x = where(t == k, grad_y, 0)
+    grad_scale = sum(grad_y * (k - where(t == k, x / scale, 0))) over all x of one scale; 0 if it is not finite
 
     Args:
         grad_y: shape and dtype of x.

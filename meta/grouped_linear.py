@@ -125,8 +125,8 @@ def grouped_linear_backward(
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
     """The gradients that `grouped_linear` gives x, every weight and every bias.
 
-    With the rows of group e:  grad_x = grad_y @ weights[e],  grad_weights[e] = grad_y.T @ x,
-    grad_bias[e] = sum(grad_y, 0)
+    With the rows of group e:
+    grad_x = grad_y @ weights[e],  grad_weights[e] = grad_y.T @ x,  grad_bias[e] = sum(grad_y, 0)
 
     Args:
         grad_y: `[rows, out]`, dtype of x.

@@ -13,7 +13,7 @@ def int8_linear(x: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor 
     """Multiply x by a weight from `quantize_rowwise`, in int8.
 
     x_q, x_scale = quantize_rowwise(x)
-    y = (x_q @ weight_q.T) * x_scale.unsqueeze(-1) * weight_scale + bias
+    y = (x_q @ weight_q.T) * unsqueeze(x_scale, -1) * weight_scale + bias
 
     The products are int8 and their sums are int32, so they are exact. For normally distributed numbers, y differs from
     the float weight's result by about 1 % of its norm; one outlier in a row of x widens the steps of the entire row. A

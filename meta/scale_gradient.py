@@ -11,7 +11,7 @@ from openreg_ops.meta import op
 def scale_gradient(x: Tensor, scale: float) -> Tensor:
     """A view of x whose gradient is `scale` times the output's; -1 makes it a gradient reversal layer.
 
-    y = x;  dx = scale * dy
+    y = x,  grad_x = scale * grad_y
 
     Args:
         x: any shape, strides and dtype.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import formulas
+
 __all__ = ["process"]
 
 SECTIONS = ("Args", "Attributes", "Raises", "Returns", "Yields")
@@ -46,11 +48,11 @@ def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[
     """Handler of autodoc-process-docstring."""
     blocks = re.split(r"\n\s*\n", "\n".join(lines).rstrip())
     out: list[str] = []
-    formulas = True
+    above_sections = True
     for number, block in enumerate(blocks):
         rows = block.splitlines()
         if any(row in [f"{section}:" for section in SECTIONS] for row in rows):
-            formulas = False
+            above_sections = False
             current: list[str] = []
             for row in [*rows, ""]:
                 if row.rstrip(":") in SECTIONS and row.endswith(":") or not row:
@@ -63,8 +65,8 @@ def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[
                     out.append(inline(row))
                 else:
                     current.append(row)
-        elif formulas and number and any(re.search(r"\w \+?= ", row) for row in rows) and "``" not in block:
-            out += ["::", "", *(f"    {row}" for row in rows)]
+        elif above_sections and number and any(re.search(r"\w = ", row) for row in rows) and "``" not in block:
+            out += formulas.block(rows, inline)
         elif rows and re.match(r"=+ =", rows[0]):
             out += rows
         else:

@@ -1,16 +1,21 @@
-"""What the site does with pages beyond Markdown: figures inside of the page, and links to notes."""
+"""What the site does with pages beyond Markdown: figures inside of the page, links to notes, and links to the source."""
 
 from __future__ import annotations
 
 import html
+import inspect
+import os
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pages
 from docutils import nodes
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
-__all__ = ["InlineFigures", "link_notes", "slug"]
+__all__ = ["InlineFigures", "link_notes", "omit_edit_link", "slug", "source_link"]
 
 
 def slug(title: str) -> str:
@@ -29,6 +34,31 @@ def link_notes(app: Any, name: str, source: list[str]) -> None:
     source[0] = re.sub(
         r"\[Note \\\[([^\]]+)\\\]\]\((\S+)#", lambda m: f"[Note \\[{m[1]}\\]]({m[2]}#{slug(m[1])})", text
     )
+
+
+def omit_edit_link(app: Any, name: str, template: str, context: dict[str, Any], document: Any) -> None:
+    """A page that comes from the source has no file of its own to edit."""
+    if f"{name}.md" in pages.GENERATED:
+        context["page_source_suffix"] = ""
+
+
+def source_link(root: Path, repository: str) -> Callable[[str, dict[str, str]], str | None]:
+    """The function that gives linkcode the address of a name's source, in the commit that the site is built from."""
+    commit = os.environ.get("GITHUB_SHA", "main")
+
+    def resolve(domain: str, info: dict[str, str]) -> str | None:
+        value: Any = sys.modules.get(info["module"])
+        try:
+            for part in info["fullname"].split("."):
+                value = getattr(value, part)
+            value = inspect.unwrap(value.fget if isinstance(value, property) else value)
+            path = Path(inspect.getsourcefile(value) or "").resolve().relative_to(root)
+            lines, first = inspect.getsourcelines(value)
+        except (AttributeError, OSError, TypeError, ValueError):
+            return None  # it has no source in this repository
+        return f"{repository}/blob/{commit}/{path}#L{first}-L{first + len(lines) - 1}"
+
+    return resolve
 
 
 class InlineFigures(SphinxPostTransform):

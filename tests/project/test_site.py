@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_the_site(site):
     # A figure is part of its page, so it follows the page's light and dark mode.
     page = (site / "architecture.html").read_text()
     assert page.count('class="drawing-svg"') == (DOCS / "architecture.md").read_text().count("](figures/") > 1
-    assert "<img" not in re.sub(r"<nav.*?</nav>|<header.*?</header>", "", page, flags=re.S)
+    assert "<img" not in re.sub(r"<nav.*?</nav>|<header.*?</header>|<aside.*?</aside>", "", page, flags=re.S)
 
     # A link inside of the site leads to an anchor that exists.
     anchors = {path: set(re.findall(r'\bid="([^"]+)"', path.read_text())) for path in site.rglob("*.html")}
@@ -79,6 +80,20 @@ def test_the_site(site):
     assert "empty …: expected a strided layout" in errors or ": expected a strided layout, but got …" in errors
     assert "openreg_ops needs openreg_tools, which is not installed" in errors
     assert "convert it with .to(torch.int32)" in errors
+
+    # Formulas of docstrings are mathematics, names lead to their source, and a written page to its file.
+    operators = (site / "reference/operators.html").read_text()
+    assert operators.count("<math") > 30 and "\\frac" not in operators
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    source = re.findall(rf'href="{urls["Repository"]}/blob/\w+/(meta/rms_norm\.py)#L(\d+)-L\d+"', operators)
+    lines = (ROOT / "meta/rms_norm.py").read_text().splitlines()
+    assert {name.split("(")[0] for path, line in source for name in lines[int(line) - 1 : int(line) + 1]} >= {
+        "def rms_norm",
+        "def rms_norm_backward",
+    }
+    edit = f"{urls['Repository']}/edit/main/docs/"
+    assert f"{edit}checker.md" in (site / "checker.html").read_text() and edit not in operators
+    assert "copybutton.js" in front and "sidebar-project" in front and "logo-dark.svg" in front
 
 
 def test_the_figures_are_what_their_source_draws():
