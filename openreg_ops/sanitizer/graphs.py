@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -353,8 +353,11 @@ class Captures:
 
     # ---- results ----
 
-    def read(self, memory: Memory, access: Access) -> Iterator[GraphError]:
-        """Yield an error if an operator reads a graph's memory that a later replay has overwritten."""
+    def read(self, memory: Memory, access: Access, written: Set[Span]) -> Iterator[GraphError]:
+        """Yield an error if an operator reads a graph's memory that a later replay has overwritten.
+
+        `written` is what the operator writes.
+        """
         graph = memory.graph() if memory.graph else None
         if graph is None or access.type is not READ or not graph.replays:
             return
@@ -368,6 +371,13 @@ class Captures:
                 )
                 return
         node = torch._C._current_autograd_node()
+        if node is not None and node.name() == "torch::autograd::AccumulateGrad" and access.span in written:
+            yield _overwritten(
+                f"{access.operator} accumulates {_output(graph, access)} into a gradient that is the same output after an "
+                f"earlier replay, but replay {graph.replays} has overwritten it",
+                ("Captured", graph.trace),
+                access.stack_trace,
+            )
         thread, first, last = graph.drew
         if node is None or thread != self.races.caller or not first <= node._sequence_nr() < last:
             return

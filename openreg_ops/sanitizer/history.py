@@ -362,6 +362,8 @@ class Races:
         """Raise if one of these simultaneous accesses is out of order; return the ones to keep."""
         errors: list[SynchronizationError] = []
         found = []
+        accesses = list(accesses)
+        written = {access.span for _, access in accesses if access.type is WRITE}
         for x, access in accesses:
             if (memory := self._memory_of(x)) is None:
                 continue
@@ -369,7 +371,7 @@ class Races:
             self.note_use(memory)
             if not made_only:
                 errors += self.raced(memory, access)
-                errors += self.captures.read(memory, access)
+                errors += self.captures.read(memory, access, written)
         self.fail(errors)
         return [each for each in found if each[1].stream is not None]
 

@@ -452,6 +452,24 @@ def test_an_output_that_backward_needs():
         loss.backward()
 
 
+@pytest.mark.parametrize("clone", [False, True])
+def test_gradients_that_are_outputs_of_one_graph(clone):
+    """PyTorch's issue 181723: the second backward adds the gradient to itself."""
+    layer = torch.openreg.make_graphed_callables(nn.Linear(4, 4, bias=False, device=DEVICE), (ones(2, 4),))
+    if clone:
+        layer.weight.register_hook(torch.clone)
+    layer(ones(2, 4)).sum().backward()
+    if clone:
+        layer(ones(2, 4) * 2).sum().backward()
+        assert layer.weight.grad.eq(6).all()
+    else:
+        with caught("overwritten_output", "accumulates the output of aten.", "into a gradient", "replay 2", "Clone"):
+            layer(ones(2, 4) * 2).sum().backward()
+        layer.weight.grad = None
+        layer(ones(2, 4) * 2).sum().backward()
+        assert layer.weight.grad.eq(4).all()
+
+
 # ---- values of the host ----
 
 
