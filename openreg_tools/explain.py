@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from openreg_tools import dispatch
 from openreg_tools.backends import Has
-from openreg_tools.core.blocks import WIDTH, Block, Lines, Section, Text, cut, hanging, wrapped
+from openreg_tools.core.blocks import WIDTH, Block, Cell, Lines, Section, Table, Text, cut, hanging, wrapped
 from openreg_tools.core.device import Target, Unusable, add_device, load, target_of
 from openreg_tools.core.options import Wrong, unknown
 from openreg_tools.core.report import Report, add_output, write
@@ -56,28 +56,50 @@ class Explanation(Report):
         """True if the operator has a kernel or decomposes, and the call did not raise."""
         return self.end[1].kind not in ("fallback", "refused") and not self.outcome.startswith("raised")
 
+    def opening(self) -> str:
+        """The conclusion, and what a call gave."""
+        return f"{self.conclusion()} {f'It {self.outcome}.' if self.outcome else ''}".rstrip()
+
     def blocks(self, page: bool = False) -> Iterator[Block]:
         """The path key by key, the conclusion and the trace."""
         yield Text(self.schema)
         if self.overloads:
             yield Text(f"other overloads: {', '.join(self.overloads)}")
         yield Text(f"{self.called}; torch {torch.__version__}")
+        if page:
+            yield Section("Dispatch keys, in the dispatcher's order", [self._keys()])
+            if self.calls or self.outcome:
+                yield Section("The call and the calls inside it", [Lines(self.trace())])
+            return
         yield Section("", [Lines(self._path())])
         yield Section("", [Text(self.conclusion())])
         if self.calls or self.outcome:
             yield Section("", [Lines(self.trace()), Text(f"It {self.outcome}.")])
 
+    def _ordered(self) -> list[tuple[str, Step]]:
+        """Every key in the dispatcher's order, with the number of the ones that run."""
+        order = {key: i for i, key in enumerate(reversed([*dispatch.kernels(self.operator)]))}
+        numbers = {id(s): str(i) for i, s in enumerate(self.steps, 1)}
+        shown = sorted([*self.steps, *self.others], key=lambda s: order.get(s.key, len(order)))
+        return [(numbers.get(id(s), ""), s) for s in shown]
+
+    def _keys(self) -> Table:
+        rows = [
+            [s.key, Cell(number, "pass" if number and self.passed else "fail" if number else ""),
+             Cell(s.does, "words"), s.where if number else ""]
+            for number, s in self._ordered()
+        ]  # fmt: skip
+        return Table([["dispatch key", "step", "what happens there", "registered at"], *rows])
+
     def _path(self) -> list[str]:
         """A line for each key, with the number of the ones that run and what each does."""
-        order = {key: i for i, key in enumerate(reversed([*dispatch.kernels(self.operator)]))}
-        shown = sorted([*self.steps, *self.others], key=lambda s: order.get(s.key, len(order)))
-        numbers = {id(s): str(i) for i, s in enumerate(self.steps, 1)}
-        width = max(len(s.key) for s in shown)
+        shown = self._ordered()
+        width = max(len(s.key) for _, s in shown)
         lines = []
-        for passed in shown:
-            first = f"{numbers.get(id(passed), ''):>2} {passed.key:{width}}  "
+        for number, passed in shown:
+            first = f"{number:>2} {passed.key:{width}}  "
             lines += hanging(passed.does, first) or [first.rstrip()]
-            if id(passed) in numbers and passed.where:
+            if number and passed.where:
                 margin = width + 5 if width + 5 + len(passed.where) <= WIDTH else 4
                 lines.append(" " * margin + cut(passed.where, WIDTH - margin))
         return lines

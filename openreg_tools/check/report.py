@@ -192,9 +192,9 @@ class Report(report.Report):
         if page:
             counts = Counter(r.status for r in self.results)
             yield facts({status: counts[status] for status in MARKS if counts[status]})
-            yield legend(MARKS)
         shown = [check for check in self.about if verbose or page or any(r.status != "skip" for r in self.row(check))]
-        yield self._table(shown, whole=page)
+        table = self._table(shown, whole=page)
+        yield Section("Checks (rows) by sample (columns)", [legend(MARKS), table]) if page else table
         if hidden := [check for check in self.about if check not in shown]:
             yield Text(f"Skipped for every sample (--verbose says why): {', '.join(hidden)}", 4)
         if page:
@@ -217,6 +217,9 @@ class Report(report.Report):
                 for check, row in rows.items()
             }
             lines = [[check, *(found.get(i, "") for i in range(len(self.samples)))] for check, found in cells.items()]
+            if whole:
+                head.append("what it verifies")
+                lines = [[*line, Cell(self.about[line[0]], "words")] for line in lines]
         else:
             head = ["check", *(mark for mark, _ in MARKS.values())]
             lines = [

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from openreg_tools.compare.tolerance import Tolerance, Tolerances, matches
-from openreg_tools.core.blocks import Block, Lines, Section, Table, Text, seconds, wrapped
+from openreg_tools.core.blocks import Block, Cell, Lines, Section, Table, Text, seconds, wrapped
+from openreg_tools.core.chart import Bar, bars
 from openreg_tools.core.compare import Error
 from openreg_tools.core.place import Place
 from openreg_tools.core.report import Report
@@ -166,11 +167,20 @@ class Differences(Report):
         """The heading of the page."""
         return f"compare of {self.name or 'a program'}"
 
+    def opening(self) -> str:
+        """Where the first difference is."""
+        if self.first is None:
+            return self._verdict()
+        return (
+            f"{self.first.operator} is the first operator that differs, at {self.first.place}: {self.first.sentence()}"
+        )
+
     def blocks(self, page: bool = False, top: int = 15) -> Iterator[Block]:
         """The first difference, and the `top` operators that add the most error."""
-        yield Text(self._counts())
+        if not page:
+            yield Text(self._counts())
         if self.first is None:
-            yield Section("", [Text(self._verdict())])
+            yield from () if page else [Section("", [Text(self._verdict())])]
         else:
             yield Section("The first difference:", [Lines(self.first.lines())])
             others: dict[str, int] = {}
@@ -179,17 +189,43 @@ class Differences(Report):
             if others:
                 counts = ", ".join(f"{name} ({count})" for name, count in list(others.items())[:top])
                 yield Section("", [Text(f"Later ones: {counts}")])
-        if ranked := self.ranked:
+        if page:
+            yield from self._operators()
+        elif ranked := self.ranked:
             rows = [
                 [r.operator, r.calls, r.inexact, r.beyond + r.unlike, f"{r.ulps:.4g}", f"{r.added:.3g}", r.tolerance]
                 for r in ranked
             ]
             head = ["operator", "calls", "inexact", "beyond", "ulps", "error added", "allowed"]
-            yield Table([head, *rows], fit=True, top=None if page else top)
+            yield Table([head, *rows], fit=True, top=top)
         notes = [f"{operator} was not compared: {why}" for operator, why in self.skipped.items()]
         notes += [note + (f" ({times} times)" if times > 1 else "") for note, times in self.notes.items()]
         if notes:
             yield Section("", [*map(Text, notes)])
+
+    def _operators(self) -> Iterator[Block]:
+        """A chart and a table of every operator, the ones that add the most error first."""
+        rows = self.ranked + [row for row in self._rows.values() if row not in self.ranked]
+        chosen = [row for row in rows if row.ulps][:20]
+        yield bars(
+            f"Largest error of an operator on {self.device} against {self.reference}",
+            "units in the last place (ulps), logarithmic; | is what is allowed",
+            [
+                Bar(r.operator, r.ulps, float(r.tolerance.partition(" ")[0] or 0), "fail" * (r.beyond > 0))
+                for r in chosen
+            ],
+        )
+        head = ["operator", "calls", "compared", "inexact", "beyond tolerance", "other shape or error",
+                "largest error (ulps)", "allowed (ulps)", "error added (relative)"]  # fmt: skip
+        cells = [
+            [r.operator, r.calls, r.compared, r.inexact, Cell(r.beyond, "fail" * (r.beyond > 0)), Cell(r.unlike, "fail" * (r.unlike > 0)),
+             f"{r.ulps:.4g}", r.tolerance, f"{r.added:.3g}"]
+            for r in rows
+        ]  # fmt: skip
+        if cells:
+            yield Section("Operators, by the error that they add", [Text(self._counts()), Table([head, *cells])])
+        else:
+            yield Text(self._counts())
 
     def _verdict(self) -> str:
         if not self.operators:

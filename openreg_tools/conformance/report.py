@@ -10,7 +10,7 @@ from typing import Any
 from openreg_tools.backends import Known
 from openreg_tools.conformance import graphs, outcomes
 from openreg_tools.core import opinfo
-from openreg_tools.core.blocks import Block, Cell, Lines, Section, Table, Text, cut
+from openreg_tools.core.blocks import Block, Box, Cell, Lines, Section, Table, Text, counted, cut
 from openreg_tools.core.page import facts, legend
 from openreg_tools.core.report import Report
 from openreg_tools.core.samples import DTYPES, dtype_name
@@ -108,12 +108,19 @@ class Results(Report):
 
     def blocks(self, page: bool = False, verbose: bool = False) -> Iterator[Block]:
         if page:
+            yield from self._regressed()
+            yield from self._failures(page)
             judged = collections.Counter(map(self.verdict, self.records))
-            yield Text(", ".join(f"{name} {value}" for name, value in self.header.items()))
             yield facts({"operators": len({r["operator"] for r in self.records}), **{v: judged[v] for v in VERDICTS}})
             marks = {v: (MARKS[v], text) for v, text in VERDICTS.items()} | {"regressed": ("R", "regressed")}
-            yield Section("By dtype", [self._by_dtype()])
-            yield Section("By operator", [legend(marks), self._by_operator(every=True)])
+            yield Section("Cases by dtype", [self._by_dtype()])
+            yield Section("Operators (rows) by dtype (columns)", [legend(marks), self._by_operator(every=True)])
+            yield from self._graphs()
+            said = [
+                f"{name}: {' '.join(value) if isinstance(value, list) else value}"
+                for name, value in self.header.items()
+            ]
+            yield Section("This run", [*map(Text, said)])
             return
         yield self._by_dtype()
         kinds = collections.Counter(kind for r in self.records for kind in {f["kind"] for f in r["failures"]})
@@ -129,6 +136,9 @@ class Results(Report):
         if len(grid.rows) > 1:
             yield Section("", [grid, Text(", ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items()))])
         yield from self._failures()
+        yield from self._regressed()
+
+    def _regressed(self) -> Iterator[Block]:
         if self.against is not None:
             regressed = [f"REGRESSED {r['operator']} {r['dtype']}: {', '.join(new)}" for r, new in self.regressions]
             said = f"Against the earlier run: {len(self.regressions)} regressions, {len(self.repaired)} cases fixed"
@@ -162,7 +172,8 @@ class Results(Report):
                 verdict = self.verdict(record)
                 said = "\n".join(f"{f['check']} [{f['kind']}] {f['message']}" for f in record["failures"])
                 mark = "R" if (name, dtype) in regressed else MARKS[verdict]
-                cells.append(Cell(mark, verdict, f"{name} {dtype}: {said or verdict}"))
+                style = "regressed" if mark == "R" else verdict
+                cells.append(Cell(mark, style, f"{name} {dtype}: {said or verdict}"))
             if every or {str(cell) for cell in cells} - {".", ""}:
                 rows.append([cut(name, 32), *cells])
         return Table(rows, marks=True)
@@ -196,7 +207,7 @@ class Results(Report):
                 causes,
             )
 
-    def _failures(self) -> Iterator[Block]:
+    def _failures(self, page: bool = False) -> Iterator[Block]:
         groups: dict[tuple[str, str, str], list[tuple[Record, Record]]] = collections.defaultdict(list)
         for record in self.records:
             if self.verdict(record) == "fail":
@@ -207,7 +218,11 @@ class Results(Report):
             dtypes = ", ".join(sorted({record["dtype"] for record, _ in found}, key=opinfo.DTYPES.index))
             record, failure = found[0]
             where = f"{dtypes}; {record['dtype']} sample {failure['sample']}: {failure['message']}"
-            said += [Lines([f"{len(found):5} {name} {check} [{kind}]"]), Text(where, 6)]
+            if page:
+                title = f"FAIL {name}: {check} [{kind}], in {counted(len(found), 'case')}"
+                said.append(Box(title, [Text(outcomes.KINDS[kind]), Text(where)], "fail", is_open=len(said) < 10))
+            else:
+                said += [Lines([f"{len(found):5} {name} {check} [{kind}]"]), Text(where, 6)]
         if said:
             yield Section("Failures, most frequent first:", said)
         for record in self.records:

@@ -27,15 +27,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from openreg_tools.core.blocks import Block, Text, joined, wrapped
+from openreg_tools.core.blocks import Block, joined, wrapped
 from openreg_tools.core.options import Wrong, file
-from openreg_tools.core.page import page
+from openreg_tools.core.page import page, verdict
 
 __all__ = ["Progress", "Report", "add_output", "say", "write", "write_file"]
 
 
 class Report:
-    """What a command found. A subclass has `title`, `blocks` and `dict`, and may have `summary` and `passed`."""
+    """What a command found.
+
+    A subclass has `title`, `blocks` and `dict`, and may have `summary`, `opening` and `passed`.
+    """
 
     title = ""
 
@@ -50,6 +53,10 @@ class Report:
     def summary(self) -> str:
         """One line with the verdict: a terminal shows it last, a page first."""
         return ""
+
+    def opening(self) -> str:
+        """The sentence that a page begins with: the summary, unless another one says more about what was found."""
+        return self.summary()
 
     @property
     def passed(self) -> bool:
@@ -70,7 +77,7 @@ class Report:
 
     def html(self) -> str:
         """The report as one self-contained page."""
-        start = [Text(self.summary())] if self.summary() else []
+        start = [verdict(self.opening(), self.passed)] if self.opening() else []
         return page(self.title, [*start, *self.blocks(page=True)])
 
 

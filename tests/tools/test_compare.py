@@ -675,6 +675,12 @@ def test_forms(library):
     page, data = result.html(), json.loads(result.json())
     assert data["first"]["operator"] == "test_compare::scale" and data["calls"] == 2
     assert "light-dark(" in page and "a &lt;program&gt;" in page
+    order = ["test_compare::scale is the first operator that differs, at ", "<figcaption>Largest error",
+             "units in the last place (ulps), logarithmic", "Operators, by the error that they add", "aten::full"]  # fmt: skip
+    assert sorted(order, key=page.index) == order and "largest error (ulps)" in page and 'class="verdict fail"' in page
+    with compare() as same:
+        torch.ones(2, device=DEVICE) + 1
+    assert 'class="verdict pass">Nothing differs' in same.html() and "aten::add.Tensor</th>" in same.html()
 
 
 # ---- requests ----

@@ -122,6 +122,12 @@ def results(*records, **options):
     return Results({"device": "openreg"}, list(records), {"neg": ["float32"], "abs": ["float32"]}, **options)
 
 
+def test_the_page_lists_the_options_of_the_run_in_words():
+    header = {"device": "openreg", "checks": ["forward", "out"]}
+    page = Results(header, [record()], {"neg": ["float32"]}).html()
+    assert "checks: forward out" in page and "['" not in page and "&#x27;" not in page and "None" not in page
+
+
 def test_graphs_are_counted(tmp_path, capsys):
     """Reports what is captured in every dtype, and why the rest is not, except shapes that depend on values."""
     words = ["--ops", "^(neg|item|nonzero|narrow|linspace.tensor_overload)$", "--dtypes", "float32", "int64"]
@@ -168,6 +174,9 @@ def test_regressions_are_told_from_old_failures():
     worse = results(record([("forward", "value"), ("out", "crash")]), record(name="abs"), against=before)
     assert not worse.passed and "REGRESSED neg float32: out [crash]" in worse.text()
     assert ">R</td>" in worse.html() and worse.dict()["regressions"][0]["new"] == ["out [crash]"]
+    page = worse.html()
+    order = ["verdict fail", "REGRESSED neg", "FAIL neg: out [crash], in 1 case", "<table"]
+    assert sorted(order, key=page.index) == order and '<td class="regressed"' in page
     fixed = results(record(), record([("forward", "error")], name="abs"), against=before)
     assert "1 regressions, 1 cases fixed" in fixed.text() and not fixed.passed
 

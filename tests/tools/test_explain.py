@@ -172,6 +172,13 @@ def test_where(x):
         assert "OPENREG_LIBRARY_IMPL(openreg, dense" in (root / source).read_text().splitlines()[int(line) - 1]
 
 
+def test_the_page_begins_with_the_conclusion(x):
+    page = explain("aten::linear", x, x, run=True).html()
+    start = '<main><p class="verdict pass">aten::linear decomposes at Autograd'
+    assert start in page and "It returned float32[2, 2]" in page.partition("</p>")[0] and page.count("<h2>") == 2
+    assert '<td class="pass number">1</td>' in page and "<th>what happens there</th>" in page
+
+
 def test_views_writes_factories_conjugates(x):
     assert keys(explain("t", x)) == ["AutogradPrivateUse1", "ADInplaceOrView", "PrivateUse1"]
     assert keys(explain("add_", x, x)) == ["AutogradPrivateUse1", "ADInplaceOrView", "PrivateUse1"]

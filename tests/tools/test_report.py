@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import math
 import sys
 from html.parser import HTMLParser
 
@@ -10,6 +11,7 @@ import pytest
 
 from openreg_tools.core import blocks, page
 from openreg_tools.core.blocks import Box, Cell, Lines, PageOnly, Section, Table, Text
+from openreg_tools.core.chart import WIDTH, Bar, bars
 from openreg_tools.core.options import Wrong
 from openreg_tools.core.report import Progress, Report, write, write_file
 
@@ -130,7 +132,11 @@ def test_report_on_a_page():
         {"class": "fail"}, {"class": "number"}, {"class": "number"}
     ]  # fmt: skip
     assert ("th", {"title": HOSTILE}) in found.found and ("details", {"class": "fail", "open": None}) in found.found
-    assert "<main><p>the summary</p><p>one</p>" in text and "<hr>" in text and f"two  {HOSTILE}" in found.text("pre")
+    assert (
+        '<main><p class="verdict pass">the summary</p><p>one</p>' in text
+        and "<hr>" in text
+        and f"two  {HOSTILE}" in found.text("pre")
+    )
     assert text.startswith("<!DOCTYPE html>") and "</html>" in text
     assert not [name for _, attributes in found.found for name in attributes if name in ("src", "href")]
 
@@ -139,6 +145,32 @@ def test_marks_are_close_together():
     rows = [["", "f32"], ["aten::add", "."]]
     assert '<div class="scroll map">' in page.page("", [Table(rows, marks=True)])
     assert '<div class="scroll">' in page.page("", [Table(rows)])
+
+
+def test_numbers_and_their_heads_are_flush_right():
+    text = page.page("", [Table([["name", "calls", "mark"], ["add", Cell(7, "fail"), "."], ["mm", "1.5 ms", ""]])])
+    assert (
+        '<th>name</th><th class="number">calls</th><th>mark</th>' in text and '<td class="fail number">7</td>' in text
+    )
+    assert "<th>empty</th>" in page.page("", [Table([["empty"]])])
+
+
+def test_no_box_without_content():
+    assert "<pre" not in page.page("", [Lines([])]) and "<h2>Failures</h2>" in page.page("", [Section("Failures:", [])])
+
+
+def test_a_chart_has_a_title_an_axis_and_its_values():
+    rows = [Bar(HOSTILE, 40.0, 16.5, "fail"), Bar("aten::mm", 2.5), Bar("endless", math.inf, 16)]
+    found = Elements(bars("Largest <error>", "ulps, logarithmic", rows).html)
+    assert found.text("figcaption") == "Largest <error>" and ("script", {}) not in found.found
+    words = [text for tag, text in found.texts if tag == "text"]
+    assert {"ulps, logarithmic", "1", "10", "100", "40", "2.5", "inf"} <= {*words}
+    found = [(tag, attributes) for tag, attributes in found.found if tag in ("rect", "line")]
+    lengths = [float(attributes["width"]) for tag, attributes in found if tag == "rect"]
+    assert lengths[1] < lengths[0] <= lengths[2] < WIDTH
+    limits = [float(attributes["x1"]) for _, attributes in found if attributes["class"] == "limit"]
+    assert len(limits) == 2 and limits[0] < lengths[0]
+    assert bars("t", "a", [Bar("none", 0.0)]).html == "" and bars("t", "a", [Bar("tiny", 1e-30)]).html
 
 
 def test_facts_and_legend():
