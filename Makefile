@@ -18,7 +18,7 @@ export PYTHONUNBUFFERED := 1
 CSRC := $(shell find csrc openreg_ops/include -type f)
 PACKAGE := $(shell find openreg_ops openreg_tools meta -name '*.py' -not -name _build.py) openreg_device.py openreg_device.pth pytest_openreg_ops.py
 
-.PHONY: demo test test-fast test-cuda docs clients suites new-backend bench conformance mutants lint lint-aarch64 install wheel try-wheel sdist drift clean
+.PHONY: demo test test-fast test-cuda docs clients suites new-backend bench conformance mutants lint lint-aarch64 install wheel try-wheel sdist release-check drift clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -92,6 +92,10 @@ try-wheel:
 sdist: $(VENV)/.wheel
 	OPENREG_RELEASE=1 OPENREG_LABEL= $(BIN)/python -m build --sdist --no-isolation --outdir dist .
 	$(BIN)/python -m build --sdist --no-isolation --outdir dist openreg_tools
+
+# Everything that a release does for one torch, without publishing it; ends in a summary.
+release-check: install $(VENV)/.wheel
+	$(BIN)/python release/check.py --torch $(TORCH) --python $(PYTHON)
 
 # What changed since the newest working torch, and which registrations break. Needs no build.
 drift: $(VENV)/.requirements

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from openreg_ops import _build
 from openreg_tools import dispatch
+from openreg_tools.core import about
 from openreg_tools.core.options import Wrong
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -61,7 +62,10 @@ def render(template: str, style: str, name: str, package: str = "") -> str:
         elif wanted:
             lines.append(line)
     text = "".join(lines).replace("ClassName", _class_name(name)).replace("PKG", package).replace("STYLE", style)
-    return text.replace("TORCH==VERSION", f"torch=={_build.TORCH_VERSION.split('+')[0]}").replace("NAME", name)
+    torch = _build.TORCH_VERSION.split("+")[0]
+    text = text.replace("OPENREG_OPS==VERSION", f"openreg_ops=={_build.VERSION}+torch{torch}")
+    text = text.replace("WHEELS", f"{about.address('Documentation')}wheels/")
+    return text.replace("TORCH==VERSION", f"torch=={torch}").replace("NAME", name)
 
 
 def new(name: str, style: str, root: Path) -> list[Path]:

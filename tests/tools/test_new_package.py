@@ -11,6 +11,7 @@ from processes import python
 
 import openreg_ops
 from openreg_ops.tools.new import PACKAGE_FILES, add_arguments, main, new_package
+from openreg_tools.core import about
 from openreg_tools.core.options import Wrong
 
 STYLES = ["forward-only", "separate", "function", "stable"]
@@ -229,3 +230,13 @@ def test_the_command_says_how_to_go_on(root, path, tmp_path, monkeypatch, capsys
     assert main(arguments("mine", "--package", "--root", str(root))) == 0
     path = str(root / "mine") if root.is_absolute() else path
     assert f"pip install --no-build-isolation {path}`, `pytest {path}`" in capsys.readouterr().out
+
+
+def test_its_workflow_installs_the_wheel_for_its_torch(tmp_path):
+    """The release's wheel has the version of torch that the step before installs, so pip replaces nothing."""
+    new_package("its_workflow", "separate", ["weigh"], tmp_path)
+    text = (tmp_path / "its_workflow" / ".github" / "workflows" / "tests.yml").read_text()
+    torch = openreg_ops._build.TORCH_VERSION.partition("+")[0]
+    wheel = f"openreg_ops=={openreg_ops._build.VERSION}+torch{torch}"
+    assert f"- run: pip install torch=={torch} --index-url https://" in text
+    assert f"- run: pip install {wheel} --extra-index-url {about.address('Documentation')}wheels/ #" in text
