@@ -73,7 +73,7 @@ def capabilities() -> list[str]:
     every = ["DEFAULT", *WIDER] if X86 else ["DEFAULT"]
     if RELEASE:
         return every
-    return [each for each in every if flags.issuperset(WIDER.get(each, []))][-1:]
+    return [capability for capability in every if flags.issuperset(WIDER.get(capability, []))][-1:]
 
 
 def vectors(capability: str) -> list[str]:
@@ -92,16 +92,16 @@ def host_scalars() -> dict[str, int]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}, which torch {TORCH_VERSION} should have brought: reinstall torch")
     text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.M)
-    entries = {each[: each.index("(")]: each for each in re.split(r"^- func: ", text, flags=re.M)[1:]}
+    entries = {entry[: entry.index("(")]: entry for entry in re.split(r"^- func: ", text, flags=re.M)[1:]}
     checks: dict[str, set[bool]] = {}
     for name, entry in entries.items():
         delegate = re.search(r"structured_delegate: ([\w.]+)", entry)
         dispatch = re.findall(r"^    ([\w, ]+):", entries[delegate[1]] if delegate else entry, flags=re.M)
         keys = {key.strip() for line in dispatch for key in line.split(",")}
-        if any("ufunc_inner_loop:" in each for each in (entry, entries[delegate[1]] if delegate else "")):
+        if any("ufunc_inner_loop:" in declared for declared in (entry, entries[delegate[1]] if delegate else "")):
             keys |= {"CPU", "CUDA"}
         inputs = re.findall(r"\bTensor[^\s,]* \w+", re.split(r"\*, |\) ->", entry)[0])
-        several = len(inputs) > 1 or any("[]" in each for each in inputs)
+        several = len(inputs) > 1 or any("[]" in tensor for tensor in inputs)
         if several and {"CPU", "CUDA"} <= keys and not name.startswith("_foreach_"):
             checks.setdefault(f"aten::{name.split('.')[0]}", set()).add("device_check: NoCheck" not in entry)
     return {name: 0 if any(every) else 1 for name, every in sorted(checks.items())}
@@ -275,7 +275,9 @@ def rules(sources: list[str], module: str) -> str:
     found = shell(f"-L{BUILD}", "-lopenreg_ops", "-Wl,-rpath,$ORIGIN/lib")
     lines.append(f"  with = -Wl,-soname,openreg_ops.{module} {found} {torch} -ltorch_python")
     lines.append(f"build objects: phony {' '.join(every)}")
-    lines.append(f"default {BUILD}/{module} {' '.join(f'{BUILD}/{library(each)}' for each in CAPABILITIES)}")
+    lines.append(
+        f"default {BUILD}/{module} {' '.join(f'{BUILD}/{library(capability)}' for capability in CAPABILITIES)}"
+    )
     return "\n".join([*lines, ""])
 
 

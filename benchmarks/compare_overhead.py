@@ -49,7 +49,7 @@ def main() -> None:
             times["plain"].append(seconds(step))
             with compare() as result:
                 times["compared"].append(seconds(step))
-        plain, compared = (statistics.median(each) for each in times.values())
+        plain, compared = (statistics.median(measured) for measured in times.values())
         print(f"width {width}, {batch} x {length}: {plain * 1e3:.1f} ms a step, {result.operators} operators; compared "
               f"{compared / plain:.2f} times; {len(result.differences)} differ", flush=True)  # fmt: skip
 

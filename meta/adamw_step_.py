@@ -72,8 +72,8 @@ def adamw_step_(
     if found_inf is not None and found_inf.item():
         return
     lr, tops = float(lr), max_exp_avg_sqs if amsgrad else [None] * len(params)
-    each = zip(params, grads, exp_avgs, exp_avg_sqs, tops, state_steps, strict=True)
-    for param, grad, exp_avg, exp_avg_sq, top, step in each:
+    tensors = zip(params, grads, exp_avgs, exp_avg_sqs, tops, state_steps, strict=True)
+    for param, grad, exp_avg, exp_avg_sq, top, step in tensors:
         wide = op.acc_dtype(param.dtype)
         g = grad.to(wide) if grad_scale is None else grad.to(wide) / grad_scale
         g = -g if maximize else g
@@ -101,7 +101,7 @@ def _(*_, **_options):
 @adamw_step_.sharded
 def _(params, max_exp_avg_sqs):
     """Each parameter is updated on its devices, with its state there; its gradient moves there."""
-    at = [each.at for each in params]
+    at = [param.at for param in params]
     tops = at if max_exp_avg_sqs else []
     yield dict(params=at, grads=at, exp_avgs=at, exp_avg_sqs=at, max_exp_avg_sqs=tops), ()
 

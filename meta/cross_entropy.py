@@ -141,7 +141,7 @@ def rows_at(shards: Any, x: Any, target: Any) -> list[int | None]:
 
 
 def summed(at: Sequence[int | None]) -> list[str | None]:
-    return [None if each is None else op.SUM for each in at]
+    return [None if dim is None else op.SUM for dim in at]
 
 
 def all_counts(shards: Any, target: Tensor, at: Sequence[int | None], ignore_index: int) -> Tensor:

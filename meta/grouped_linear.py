@@ -110,8 +110,8 @@ def grouped_linear(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor] 
     weights.
     """
     groups = _Groups("grouped_linear", group_sizes, x.shape[0])
-    each = zip(groups.split(x), weights, bias or [None] * len(weights), strict=True)
-    return groups.join([_linear(*one) for one in each])
+    arguments = zip(groups.split(x), weights, bias or [None] * len(weights), strict=True)
+    return groups.join([_linear(*one) for one in arguments])
 
 
 @grouped_linear.fake
@@ -241,11 +241,11 @@ def _split(shards: Any, x: Any, weights: Sequence[Any], bias: Sequence[Any] = ()
             return "rows"
         return "outs" if weight_at == 0 else "ins" if weight_at == 1 and not bias else None
 
-    return [one(*each) for each in zip(shards.at(x), shards.at(weights[0]), strict=True)]
+    return [one(*pair) for pair in zip(shards.at(x), shards.at(weights[0]), strict=True)]
 
 
 def _where(split: Sequence[str | None], **at: Any) -> list[Any]:
-    return [at.get(each) for each in split]
+    return [at.get(part) for part in split]
 
 
 def _sizes_here(shards: Any, split: Sequence[str | None], group_sizes: Any, rows: int) -> Tensor:
@@ -276,7 +276,7 @@ def _(shards, x, weights, bias, group_sizes):
     y = torch.ops.openreg.grouped_linear(
         shards.local(x, of_x),
         [shards.local(weight, of_weight) for weight in weights],
-        [shards.local(each, _where(split, outs=0)) for each in bias or ()],
+        [shards.local(vector, _where(split, outs=0)) for vector in bias or ()],
         _sizes_here(shards, split, group_sizes, x.shape[0]),
     )
     return shards.join(y, _where(split, rows=0, outs=1, ins=op.SUM), (x.shape[0], out))

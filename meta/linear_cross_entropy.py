@@ -134,8 +134,8 @@ def linear_cross_entropy_gradients(
 @linear_cross_entropy_gradients.fake
 def _(x, weight, target, bias, reduction, wanted):
     grads = (
-        x.new_empty(each.shape if each is not None and want else 0, dtype=_gradient_dtype(x.dtype))
-        for each, want in zip((x, weight, bias), wanted, strict=True)
+        x.new_empty(tensor.shape if tensor is not None and want else 0, dtype=_gradient_dtype(x.dtype))
+        for tensor, want in zip((x, weight, bias), wanted, strict=True)
     )
     return _loss(x, target, reduction), *grads
 
@@ -226,7 +226,7 @@ def _on_shards(
     options: dict[str, Any] = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
     classes = [at == 0 for at in shards.at(weight)]
     at = [None if of_classes else d for d, of_classes in zip(rows_at(shards, x, target), classes, strict=True)]
-    of_weight = [0 if each else None for each in classes]
+    of_weight = [0 if of_classes else None for of_classes in classes]
     here, targets = shards.local(x, at), shards.local(target, at)
     layer = shards.local(weight, of_weight), shards.local(bias, of_weight)
     grad_loss = shards.local(grad_loss, at if reduction == "none" else [None for _ in at])

@@ -276,7 +276,7 @@ def reference_of(name: str) -> Callable[..., Any]:
 def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of a function's parameters; "**" stands for ``**kwargs``."""
     found = inspect.signature(function).parameters.values()
-    return tuple("**" if each.kind is each.VAR_KEYWORD else each.name for each in found)
+    return tuple("**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name for parameter in found)
 
 
 def call_with(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
@@ -337,7 +337,7 @@ def whole_rows(x: Tensor) -> Tensor:
     """x; a DTensor with its last dimension unsharded, because PyTorch computes wrong gradients for slices of a sharded
     one."""
     last = x.dim() - 1
-    if not any(each.is_shard(last) for each in getattr(x, "placements", ())):
+    if not any(placement.is_shard(last) for placement in getattr(x, "placements", ())):
         return x
     from torch.distributed.tensor import Replicate
 

@@ -195,7 +195,11 @@ def share(*names: str) -> _Names:
             continue
         matching = sorted(_matching([name]))
         kernels = {
-            has: [each for each in matching if torch._C._dispatch_has_kernel_for_dispatch_key(each, "CPU") == has]
+            has: [
+                operator
+                for operator in matching
+                if torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CPU") == has
+            ]
             for has in (True, False)
         }
         why = [f"{kernel} has its own device kernel" for kernel in kernels[True]]
@@ -223,7 +227,7 @@ def _from_environment() -> None:
     """Read the policy and the lists from the environment."""
     global _policy
     for name, names in (("OPENREG_FALLBACK_ALLOW", _allow), ("OPENREG_FALLBACK_DENY", _deny)):
-        asked = [each.strip() for each in os.environ.get(name, "").split(",") if each.strip()]
+        asked = [pattern.strip() for pattern in os.environ.get(name, "").split(",") if pattern.strip()]
         try:
             names.extend(_checked(asked, must_exist=False))
         except ValueError as error:

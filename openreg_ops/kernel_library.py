@@ -38,7 +38,7 @@ def capability() -> str:
         )
     torchs = torch.backends.cpu.get_cpu_capability()
     widest = _ORDER.index(torchs) if torchs in _ORDER else 0
-    return next((each for each in reversed(built) if _ORDER.index(each) <= widest), built[0])
+    return next((build for build in reversed(built) if _ORDER.index(build) <= widest), built[0])
 
 
 def library(capability: str) -> str:

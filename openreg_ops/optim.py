@@ -79,7 +79,7 @@ class AdamW(torch.optim.AdamW):
             self._init_group(group, *lists)
             params = lists[0]
             for device in dict.fromkeys(p.device for p in params):
-                here = [[x for x, p in zip(each, params, strict=False) if p.device == device] for each in lists]
+                here = [[x for x, p in zip(tensors, params, strict=False) if p.device == device] for tensors in lists]
 
                 def scalar(x: Any, device: torch.device = device) -> Any:
                     return x.to(device).reshape(()) if isinstance(x, Tensor) else x

@@ -22,7 +22,7 @@ from openreg_tools.core.device import Target, Unusable, add_device, load, target
 from openreg_tools.core.options import Wrong, unknown
 from openreg_tools.core.report import Report, add_output, write
 from openreg_tools.core.samples import dtype_of, parse, shown
-from openreg_tools.recorder import Call, Recorder, Step, about, keyset, listed, path, step
+from openreg_tools.recorder import Call, DispatchStep, Recorder, about, keyset, listed, path, step
 
 __all__ = ["Explanation", "explain"]
 
@@ -40,8 +40,8 @@ class Explanation(Report):
     target: Target
     has: Has
     end: tuple[str, Has]  # the out variant that a structured operator runs, or itself, and its kernel
-    steps: list[Step]  # the kernels that run, in order
-    others: list[Step]  # keys that the call does not have, or falls through
+    steps: list[DispatchStep]  # the kernels that run, in order
+    others: list[DispatchStep]  # keys that the call does not have, or falls through
     calls: list[Call]  # made by running it
     outcome: str  # what running it gave
     overloads: list[str]  # the operator's other overloads, if the call does not say which
@@ -142,14 +142,14 @@ class Explanation(Report):
         }  # fmt: skip
 
 
-def _around(top: Call, steps: list[Step], calls: list[Call]) -> list[tuple[Call, list[Step] | None]]:
+def _around(top: Call, steps: list[DispatchStep], calls: list[Call]) -> list[tuple[Call, list[DispatchStep] | None]]:
     """The recorded calls, with `steps` for the first if it is `top`; otherwise inside `top`, which was not recorded."""
     if calls and calls[0].name == top.name:
         return [(calls[0], steps), *((call, None) for call in calls[1:])]
     return [(top, steps), *((dataclasses.replace(call, depth=call.depth + 1), None) for call in calls)]
 
 
-def trace_lines(calls: list[tuple[Call, list[Step] | None]], backend: str) -> list[str]:
+def trace_lines(calls: list[tuple[Call, list[DispatchStep] | None]], backend: str) -> list[str]:
     """Calls in the form of the dispatch trace; the steps of a call are computed if not given."""
     lines, margins = [], [0]  # of the calls at each depth
     for call, steps in calls:
@@ -198,9 +198,11 @@ def explain(op: str, *args: Any, target: Target | None = None, run: bool = False
         if any(s.key == key for s in steps) or key not in table and about(key):
             continue
         if key in keys or table.get(key) and table[key].fallthrough:
-            others.append(Step(key, "falls through" if table[key].fallthrough else "not reached", table[key].where))
+            others.append(
+                DispatchStep(key, "falls through" if table[key].fallthrough else "not reached", table[key].where)
+            )
         elif about(key):
-            others.append(Step(key, f"not in this call; {step(name, key, table[key]).does}", table[key].where))
+            others.append(DispatchStep(key, f"not in this call; {step(name, key, table[key]).does}", table[key].where))
     last = steps[-1].key if steps and not about(steps[-1].key) else target.key
     has = dispatch.has(name, last)
     delegate = dispatch.delegate_of(name) if has.kind == "composite" else ""

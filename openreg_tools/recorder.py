@@ -20,14 +20,14 @@ from openreg_tools.core import place, waits
 from openreg_tools.core.blocks import first_line
 from openreg_tools.core.device import Target
 
-__all__ = ["Call", "Recorder", "Step", "keyset", "path"]
+__all__ = ["Call", "Recorder", "DispatchStep", "keyset", "path"]
 
 
 # ---- the keys of one call ----
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class DispatchStep:
     """What one key does in a call."""
 
     key: str
@@ -58,18 +58,18 @@ def about(key: str) -> str:
     return next((does for name, does in DOES.items() if key.startswith(name)), "")
 
 
-def step(op: str, key: str, kernel: Kernel | None) -> Step:
+def step(op: str, key: str, kernel: Kernel | None) -> DispatchStep:
     """What `key` does with an operator whose table has `kernel` there."""
     if kernel is None or not about(key):
         here = dispatch.has(op, key)
-        return Step(key, f"{here.kind}: {here.why}" if here.kind != "own" else here.why, here.where, last=True)
+        return DispatchStep(key, f"{here.kind}: {here.why}" if here.kind != "own" else here.why, here.where, last=True)
     if kernel.fallthrough:
-        return Step(key, "falls through", kernel.where)
+        return DispatchStep(key, "falls through", kernel.where)
     if kernel.source == "math kernel":
-        return Step(key, "decomposes (CompositeImplicitAutograd)", kernel.where, last=True)
+        return DispatchStep(key, "decomposes (CompositeImplicitAutograd)", kernel.where, last=True)
     if key.startswith("Autograd") and kernel.source == "backend fallback":
-        return Step(key, "has no derivative: the fallback's rule holds", kernel.where)
-    return Step(key, about(key), kernel.where)
+        return DispatchStep(key, "has no derivative: the fallback's rule holds", kernel.where)
+    return DispatchStep(key, about(key), kernel.where)
 
 
 def keyset(values: Any, exclude: torch._C.DispatchKeySet | None = None) -> torch._C.DispatchKeySet:
@@ -92,7 +92,7 @@ def listed(keys: torch._C.DispatchKeySet) -> list[str]:
     return out
 
 
-def path(op: str, keys: list[str], backend: str) -> list[Step]:
+def path(op: str, keys: list[str], backend: str) -> list[DispatchStep]:
     """The kernels that a call passes, in order, without those that fall through.
 
     `backend` is the key that a factory's device argument selects; a tensor's backend key takes precedence.

@@ -89,12 +89,12 @@ def batch_norm_gather_stats_with_counts(
         f"{op}: expected mean and invstd [processes, C] and a count for each process, but got {list(mean.shape)}, "
         f"{list(invstd.shape)} and {list(counts.shape)}",
     )
-    each = _widened(mean)
-    count = counts.to(each.dtype).view(-1, 1)
+    means = _widened(mean)
+    count = counts.to(means.dtype).view(-1, 1)
     total = count.sum(0)
-    whole = (each * count).sum(0) / total
+    whole = (means * count).sum(0) / total
     var = _widened(invstd).pow(-2) - eps
-    squares = ((var + (each - whole).square()) * count).sum(0)  # of the distances from the mean
+    squares = ((var + (means - whole).square()) * count).sum(0)  # of the distances from the mean
     for running, now in ((running_mean, whole), (running_var, squares / (total - 1))):
         if running is not None:
             _expect_real(op, "running statistics", running)

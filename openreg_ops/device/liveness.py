@@ -67,22 +67,22 @@ class InputLiveness(TorchDispatchMode):
         self._watching = False
         above: list[TorchDispatchMode] = []  # modes of the program, without their own __exit__ and __enter__
         while True:
-            stack = [each for each in _get_current_dispatch_mode_stack() if getattr(each, "_mode_key", None) is None]
+            stack = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
             if self not in stack or stack[-1] is self:
                 break
             TorchDispatchMode.__exit__(stack[-1], None, None, None)
             above.append(stack[-1])
         if self in stack:
             self.__exit__(None, None, None)
-        for each in reversed(above):
-            TorchDispatchMode.__enter__(each)
+        for mode in reversed(above):
+            TorchDispatchMode.__enter__(mode)
         return True
 
     def keep_inputs(self, graph: Any) -> None:
         """Keep the storages that the graph uses and that do not belong to its memory pool."""
         segments = [
-            (each["address"], each["address"] + each["total_size"])
-            for each in memory.memory_snapshot(mempool_id=graph.pool())
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in memory.memory_snapshot(mempool_id=graph.pool())
         ]
         nodes = graph._nodes()
         for address, (storage, size) in self._storages.items():

@@ -71,7 +71,11 @@ def get_allocator_backend() -> str:
 
 def pool_id(function: str, pool: Any) -> tuple[int, int]:
     """`pool`, if it is the number of a pool."""
-    if isinstance(pool, tuple) and len(pool) == 2 and all(isinstance(each, int) and 0 <= each < 2**64 for each in pool):
+    if (
+        isinstance(pool, tuple)
+        and len(pool) == 2
+        and all(isinstance(number, int) and 0 <= number < 2**64 for number in pool)
+    ):
         return pool
     raise TypeError(
         f"{function}: expected the number of a memory pool, from graph_pool_handle(), Graph.pool() or MemPool.id, "
@@ -112,8 +116,8 @@ def memory_stats_as_nested_dict(device: torch.types.Device = None) -> dict[str, 
     for name, value in memory_stats(device).items():
         *path, last = name.split(".")
         inner = nested
-        for each in path:
-            inner = inner.setdefault(each, {})
+        for part in path:
+            inner = inner.setdefault(part, {})
         inner[last] = value
     return nested
 

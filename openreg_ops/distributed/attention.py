@@ -37,7 +37,7 @@ def _choose(shards: Shards, query: DTensor, key: DTensor, *others: DTensor) -> l
             uneven = parts[dim] == 1 and not (grouped and dim == HEADS)  # or else query and key would not match
             if size % count == 0 or (uneven and (count - 1) * -(-size // count) < size):  # no part is empty
                 possible.append(dim)
-        if not possible or all(each is None for each in at):
+        if not possible or all(sharded is None for sharded in at):
             chosen.append(None)
         else:
             chosen.append(dim := max(possible, key=at.count))

@@ -39,8 +39,8 @@ def _at(placement: Placement) -> At:
 
 def by_name(overload: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call, in the schema's order."""
-    given = dict(zip((each.name for each in overload._schema.arguments), args, strict=False)) | kwargs
-    return {each.name: given.get(each.name, each.default_value) for each in overload._schema.arguments}
+    given = dict(zip((argument.name for argument in overload._schema.arguments), args, strict=False)) | kwargs
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in overload._schema.arguments}
 
 
 # ---- strategies ----
@@ -68,7 +68,7 @@ def _combinations(
     Arguments that are written to, and keyword arguments, stay where they are, because DTensor does not redistribute
     them.
     """
-    arguments = {each.name: each for each in overload._schema.arguments}
+    arguments = {argument.name: argument for argument in overload._schema.arguments}
 
     def see(x: Any) -> Any:
         if isinstance(x, TupleStrategy):
@@ -88,9 +88,9 @@ def _combinations(
             raise TypeError(f"the rule of {name} places {len(outs)} outputs, but {name} returns {outputs}")
         places: list[At] = []
         stays = True
-        for each, argument in arguments.items():
-            here = [x for x in tree_leaves(seen[each]) if isinstance(x, Seen)]
-            wanted = inputs.get(each)
+        for key, argument in arguments.items():
+            here = [x for x in tree_leaves(seen[key]) if isinstance(x, Seen)]
+            wanted = inputs.get(key)
             wanted = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] * len(here)
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written or argument.kwarg_only:
@@ -111,7 +111,7 @@ def _strategy(overload: torch._ops.OpOverload, rule: Callable[..., Iterable[Any]
             *(list(_combinations(overload, rule, given, mesh, i)) for i in range(mesh.ndim))
         ):
             at, outs_at = zip(*combined, strict=True)
-            places, outs = ([tuple(map(_placement, x)) for x in zip(*each, strict=True)] for each in (at, outs_at))
+            places, outs = ([tuple(map(_placement, x)) for x in zip(*by_dim, strict=True)] for by_dim in (at, outs_at))
             inputs = [
                 DTensorSpec(mesh, placements, tensor_meta=spec.tensor_meta)
                 for placements, spec in zip(places, before, strict=True)
@@ -169,7 +169,7 @@ class Shards:
 
     def reduce(self, x: Tensor, at: Sequence[At], by: str = "sum") -> Tensor:
         """x summed over the devices along each dimension of the mesh in which `at` says SUM."""
-        placements = [Partial(by) if each == op.SUM else Replicate() for each in at]
+        placements = [Partial(by) if place == op.SUM else Replicate() for place in at]
         parts = DTensor.from_local(x, self.mesh, placements, run_check=False)
         return parts.redistribute(self.mesh, [Replicate() for _ in self.dims]).to_local()
 
@@ -204,11 +204,11 @@ def register() -> None:
     propagator = DTensor._op_dispatcher.sharding_propagator
     for name in op.OPERATORS:
         packet = getattr(torch.ops.openreg, name)
-        for overload in (getattr(packet, each) for each in packet.overloads()):
+        for overload in (getattr(packet, variant) for variant in packet.overloads()):
             if rule := op.SHARDED.get(name):
                 # Every argument that is not a tensor is part of the key of DTensor's cache; register_sharding includes
                 # only integers.
-                keywords = [each.name for each in overload._schema.arguments if each.kwarg_only]
+                keywords = [argument.name for argument in overload._schema.arguments if argument.kwarg_only]
                 info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=keywords or None, needs_pytree=True)
                 propagator.register_op_strategy(overload, _strategy(overload, rule), info)
             elif function := op.DISTRIBUTED.get(name):

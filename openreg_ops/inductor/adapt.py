@@ -195,7 +195,7 @@ def exact_division(original: Any) -> Any:
 
     def get_constant_value(x: Any) -> Any:
         results = tree_leaves(V.graph.current_node.meta.get("val"))  # of the division, whose divisor may be on the CPU
-        ours = any(isinstance(each, torch.Tensor) and each.device.type == identity.name for each in results)
+        ours = any(isinstance(result, torch.Tensor) and result.device.type == identity.name for result in results)
         return None if ours else original(x)
 
     return get_constant_value

@@ -39,7 +39,7 @@ class _Openreg:
         count = torch.openreg.device_count()
         wanted = devices
         if isinstance(wanted, str):
-            numbers = [int(each) for each in wanted.split(",") if each.strip()]
+            numbers = [int(number) for number in wanted.split(",") if number.strip()]
             wanted = numbers if "," in wanted else numbers[0]
         if isinstance(wanted, int):
             wanted = range(count if wanted == -1 else wanted)
@@ -165,7 +165,7 @@ _TRAINER_CONNECTOR = "trainer.connectors.accelerator_connector"
 
 
 def _modules(name: str, connector: str) -> list[Any]:
-    return [importlib.import_module(f"{name}.{each}") for each in ("accelerators", "strategies", connector)]
+    return [importlib.import_module(f"{name}.{module}") for module in ("accelerators", "strategies", connector)]
 
 
 def _register() -> None:

@@ -73,7 +73,7 @@ class Hyperparameter(NamedTuple):
         for index, group in enumerate(optimizer.param_groups):
             for name in optimizer.defaults:
                 value = group.get(name)
-                if all(type(each) in (int, float) for each in (value if type(value) is tuple else (value,))):
+                if all(type(number) in (int, float) for number in (value if type(value) is tuple else (value,))):
                     yield cls(weakref.ref(optimizer), index, name, value)
 
     def now(self) -> Any:
@@ -127,9 +127,9 @@ class CapturedGraph:
 
     def pinned_memory(self, address: int) -> Memory:
         """The block of pinned memory at an address."""
-        for each in self.pinned:
-            if each.start <= address < each.end:
-                return each
+        for block in self.pinned:
+            if block.start <= address < block.end:
+                return block
         self.pinned.append(Memory(*_C.pinned_block(address)))
         return self.pinned[-1]
 
@@ -137,7 +137,7 @@ class CapturedGraph:
         """Returns true if both captures allocated the same memory of their common pool."""
         if other not in self.meets:
             ends = sorted(
-                (each.start, each.end, graph) for graph, owner in enumerate((self, other)) for each in owner.made
+                (memory.start, memory.end, graph) for graph, owner in enumerate((self, other)) for memory in owner.made
             )
             reach, meets = [0, 0], False
             for start, end, graph in ends:

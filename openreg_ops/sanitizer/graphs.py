@@ -8,6 +8,7 @@ seen.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -60,11 +61,11 @@ class Captures:
 
     def ended(self, owner: Any, ok: bool) -> None:
         """A capture ended or was invalidated."""
-        for graph in [each for each in self.active if each.owner() is owner]:
+        for graph in [active for active in self.active if active.owner() is owner]:
             self.races.drain()
             self.active.remove(graph)
             graph.random.clear()
-            graph.kept = [each for each in graph.kept if isinstance(each, CapturedGraph)]
+            graph.kept = [kept for kept in graph.kept if isinstance(kept, CapturedGraph)]
             if ok:
                 owner._sanitized = graph  # lives with it
                 self.graphs.add(graph)
@@ -74,7 +75,7 @@ class Captures:
         if len(self.active) < 2:
             return self.active[0] if self.active else None
         mine = {threading.get_ident(), self.races.caller}
-        return next((each for each in self.active if each.thread in mine), None)
+        return next((graph for graph in self.active if graph.thread in mine), None)
 
     def captured(self, found: Iterable[tuple[torch.Tensor, Any, Any]], args: Any, kwargs: Any) -> Stream | None:
         """The captured stream that an operator runs on, or None if it is not captured."""
@@ -100,7 +101,9 @@ class Captures:
         graph = self.of_thread()
         assert graph is not None
         node = Node(str(func), line(), trace, str(graph))
-        generator = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
+        generator = next(
+            (argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.Generator)), None
+        )
         if generator is not None and generator.device.type == identity.name:
             default = torch.openreg.default_generators[generator.device.index]
             if generator._cdata not in {default._cdata, *graph.generators}:
@@ -170,7 +173,7 @@ class Captures:
 
     def event(self, event: int, stream: Stream, *, records: bool) -> None:
         """An external event was captured: each replay records it, or waits for it."""
-        graph = next((each for each in self.active if stream in each.streams), None) or self.of_thread()
+        graph = next((active for active in self.active if stream in active.streams), None) or self.of_thread()
         if graph is not None:
             graph.events.append((event, records))
 
@@ -206,7 +209,7 @@ class Captures:
         errors: list[Exception] = [*self._inputs(graph, trace), *self._host(graph, trace)]
         accesses: list[tuple[Memory, Access]] = []
         part, begun = 0, False
-        for use in sorted(graph.uses.values(), key=lambda each: each.part):
+        for use in sorted(graph.uses.values(), key=operator.attrgetter("part")):
             if part < use.part:
                 self._events(graph.events[part : use.part], stream)
                 part = use.part
@@ -289,7 +292,7 @@ class Captures:
             return None  # in a pool that a graph keeps
         if self.races.memory.get(memory.start) is memory:
             return "moved" if use.span in self.moved else None
-        if memory.pool and any(each.pool == memory.pool for each in self.graphs):
+        if memory.pool and any(graph.pool == memory.pool for graph in self.graphs):
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(use.storage.cdata)
         if storage is None:
@@ -297,7 +300,7 @@ class Captures:
         return None if storage.data_ptr() == memory.start else "moved"
 
     def _inputs(self, graph: CapturedGraph, trace: Trace) -> Iterator[GraphError]:
-        made, seen = {id(each) for each in graph.made}, set()
+        made, seen = {id(memory) for memory in graph.made}, set()
         for use in graph.uses.values():
             if id(use.memory) in made or id(use.memory) in seen or (what := self._alive(use)) is None:
                 continue
@@ -338,8 +341,8 @@ class Captures:
                     ("Replayed", trace),
                 )
         for key, (node, number) in graph.numbers.items():
-            others = (each.numbers.get(key) for each in self.graphs if each is not graph)
-            if key in graph.varying or any(each and each[1].value != number.value for each in others):
+            others = (other.numbers.get(key) for other in self.graphs if other is not graph)
+            if key in graph.varying or any(held and held[1].value != number.value for held in others):
                 continue  # the program captures a step for each value
             if number.now() != number.value:
                 yield GraphError(
@@ -381,7 +384,7 @@ class Captures:
         thread, first, last = graph.drew
         if node is None or thread != self.races.caller or not first <= node._sequence_nr() < last:
             return
-        if any(Span.of(each).meets(access.span) for each in _saved(node)):
+        if any(Span.of(saved).meets(access.span) for saved in _saved(node)):
             yield _overwritten(
                 f"{access.operator} in the backward of {node.name()} reads {_output(graph, access)} that was saved for "
                 f"backward, but replay {graph.replays} has overwritten it since",
@@ -403,7 +406,7 @@ class Captures:
                 self.moved.pop(new, None)
                 if old != new:
                     self.moved[old] = Trace(self.races.caller)
-        given = [each for value in (*args, *kwargs.values()) for each in _tensors(value)]
+        given = [argument for value in (*args, *kwargs.values()) for argument in _tensors(value)]
         stale = []
         if self.views:
             for known in filter(None, map(self._view_of, given)):
@@ -418,7 +421,7 @@ class Captures:
             self.passed.views = outer
         viewed = stale[:1] if stale and stale[0] is self._view_of(given[0]) else []  # others may only give a shape
         for x in _tensors(out):
-            if x.device.type == identity.name and not any(x is each for each in given):
+            if x.device.type == identity.name and not any(x is argument for argument in given):
                 self._made_view(x, viewed)
         return out
 
@@ -446,7 +449,7 @@ class Captures:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     values = value if isinstance(value, (list, tuple)) else (value,)
-    return [each for each in values if isinstance(each, torch.Tensor)]
+    return [item for item in values if isinstance(item, torch.Tensor)]
 
 
 def _saved(node: Any) -> Iterator[torch.Tensor]:
@@ -457,9 +460,11 @@ def _saved(node: Any) -> Iterator[torch.Tensor]:
                 raw = getattr(node, name)
             except RuntimeError:  # freed: what runs now adds the node's gradients to others
                 return
-            for each in raw if isinstance(raw, (list, tuple)) else (raw,):
-                if getattr(each, "unpack_hook", None) is None and isinstance(getattr(each, "data", None), torch.Tensor):
-                    yield each.data
+            for saved in raw if isinstance(raw, (list, tuple)) else (raw,):
+                if getattr(saved, "unpack_hook", None) is None and isinstance(
+                    getattr(saved, "data", None), torch.Tensor
+                ):
+                    yield saved.data
 
 
 def _output(graph: CapturedGraph, access: Access) -> str:

@@ -40,7 +40,7 @@ from openreg_ops.sanitizer.report import (
 )
 
 __all__ = [
-    "Call",
+    "CheckedCall",
     "GraphError",
     "OpenregSanitizerErrors",
     "Races",
@@ -132,9 +132,9 @@ _CALL_NONE = ("aten", "prim", "prims", "openreg", "c10d", "_c10d_functional")
 def traits_of(func: torch._ops.OpOverload) -> _Traits:
     schema, tags = func._schema, func.tags
     namespace, _, name = schema.name.partition("::")
-    collective = namespace == "c10d" and any(each.name == "process_group" for each in schema.arguments)
+    collective = namespace == "c10d" and any(argument.name == "process_group" for argument in schema.arguments)
     waits = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-    returns = any("Tensor" in str(each.type) for each in schema.returns)
+    returns = any("Tensor" in str(result.type) for result in schema.returns)
     calls = not collective and namespace not in _CALL_NONE
     query = not returns and not waits and not schema.is_mutable and not calls  # is_pinned, is_same_size
     return _Traits(
@@ -197,12 +197,12 @@ class Races:
     def _unsettled(self, memory: Memory) -> list[Access]:
         """The accesses to freed memory for which neither its owner, nor the allocator, nor the host has waited."""
         return [
-            each
-            for each in memory.accesses
-            if each.stream not in memory.recorded
-            and not isinstance(each.stream, Collective)  # its work keeps the memory
-            and not self.after(memory.owner, each)
-            and not self.after(None, each)
+            access
+            for access in memory.accesses
+            if access.stream not in memory.recorded
+            and not isinstance(access.stream, Collective)  # its work keeps the memory
+            and not self.after(memory.owner, access)
+            and not self.after(None, access)
         ]
 
     # ---- the runtime's notices ----
@@ -216,14 +216,14 @@ class Races:
             elif what == "collective_started":
                 self.collective_started(address, stream, thread)
             elif what == "host_freed":
-                self.host = [each for each in self.host if each.end <= address or address + size <= each.start]
+                self.host = [memory for memory in self.host if memory.end <= address or address + size <= memory.start]
             elif what == "resized":
                 errors += self.resized(address, stream)
             else:
                 getattr(self, what)(address, stream)
         for memory in self.host:
-            memory.accesses = [each for each in memory.accesses if not self.after(None, each)]
-        self.host = [each for each in self.host if each.accesses]
+            memory.accesses = [access for access in memory.accesses if not self.after(None, access)]
+        self.host = [memory for memory in self.host if memory.accesses]
         self.fail(errors)
 
     def allocated(self, address: int, size: int, stream: Stream, trace: Trace | None) -> None:
@@ -251,7 +251,7 @@ class Races:
         span = Span(memory.start, memory.end, None)
         trace = Trace(self.caller)  # of the operator that follows
         access = Access(WRITE, self.seq_num, stream, "UntypedStorage.resize_, before this line", [], False, trace, span)
-        return [each for each in self.raced(memory, access) if isinstance(each.previous_access.stream, Collective)]
+        return [error for error in self.raced(memory, access) if isinstance(error.previous_access.stream, Collective)]
 
     def stream_recorded(self, address: int, stream: Stream) -> None:
         if address in self.memory:
@@ -277,18 +277,18 @@ class Races:
     def _forget_collectives(self) -> None:
         """Drop from the clocks the collectives that no later access could race with."""
         syncs = self.syncs
-        accesses = [each for memory in (*self.memory.values(), *self.left) for each in memory.accesses]
-        kept = {each.stream for each in accesses} | {*self.works.values()} | {*self.started.values()}
+        accesses = [access for memory in (*self.memory.values(), *self.left) for access in memory.accesses]
+        kept = {access.stream for access in accesses} | {*self.works.values()} | {*self.started.values()}
         gone = [
             stream_state
             for stream_state in syncs.current_sync_states
             if isinstance(stream_state, Collective) and stream_state not in kept
         ]
-        for each in gone:
-            del syncs.current_sync_states[each]
+        for collective in gone:
+            del syncs.current_sync_states[collective]
         for state in (*syncs.current_sync_states.values(), *syncs.recorded_sync_states.values(), syncs.host_sync_state):
-            for each in gone:
-                state.pop(each, None)
+            for collective in gone:
+                state.pop(collective, None)
 
     def event_recorded(self, event: int, stream: Stream) -> None:
         self.syncs.record_state(event, stream)
@@ -331,7 +331,7 @@ class Races:
                 return True
             syncs = self.syncs
             state = syncs.recorded_sync_states.get(event) if event else syncs.current_sync_states.get(stream)
-            if not self.on or all(seq <= syncs.host_sync_state.get(each, -1) for each, seq in (state or {}).items()):
+            if not self.on or all(seq <= syncs.host_sync_state.get(other, -1) for other, seq in (state or {}).items()):
                 return True
             self.asked.add(asked)
             return False
@@ -343,16 +343,16 @@ class Races:
         base = address_of(x)
         if x.device.type == "cpu":  # by address, because storages share memory through NumPy and DLPack
             end = base + x.untyped_storage().nbytes()
-            return next((each for each in self.host if each.start < end and base < each.end), None)
+            return next((memory for memory in self.host if memory.start < end and base < memory.end), None)
         if base not in self.memory:  # allocated before the sanitizer was on
             self.memory[base] = Memory(base, base + x.untyped_storage().nbytes(), (x.device.index, 0))
         return self.memory[base]
 
     def watch(self, address: int) -> Memory:
         """Track the block of pinned memory at an address while a copy uses it, until it is freed."""
-        for each in self.host:
-            if each.start <= address < each.end:
-                return each
+        for memory in self.host:
+            if memory.start <= address < memory.end:
+                return memory
         self.host.append(Memory(*_C.pinned_block(address)))
         return self.host[-1]
 
@@ -373,7 +373,7 @@ class Races:
                 errors += self.raced(memory, access)
                 errors += self.captures.read(memory, access, written)
         self.fail(errors)
-        return [each for each in found if each[1].stream is not None]
+        return [pair for pair in found if pair[1].stream is not None]
 
     def note_use(self, memory: Memory) -> None:
         """Note that an operator uses this memory, if a kernel has called it."""
@@ -414,20 +414,20 @@ class Races:
         if memory.owner is None:
             memory = self.watch(memory.start)  # another thread may have dropped it since the check
         memory.accesses = [
-            each
-            for each in memory.accesses
-            if not self.after(None, each)
+            earlier
+            for earlier in memory.accesses
+            if not self.after(None, earlier)
             and not (
-                (access.type is WRITE or each.type is READ)
-                and access.span.covers(each.span)
-                and self.after(access.stream, each)
+                (access.type is WRITE or earlier.type is READ)
+                and access.span.covers(earlier.span)
+                and self.after(access.stream, earlier)
             )
         ]
         memory.accesses.append(access)
 
 
-class Call:
-    """One operator's call: where it runs, what it accesses, and what the host waits for in it."""
+class CheckedCall:
+    """A call of an operator that the sanitizer checks: where it runs, what it accesses, and what the host waits for in it."""
 
     def __init__(
         self,
@@ -455,7 +455,7 @@ class Call:
             inputs = arguments.found
         if self.kernel:
             return self.run_kernel(arguments)
-        on_host = [each for each in inputs if each[0].device.type == "cpu"]
+        on_host = [argument for argument in inputs if argument[0].device.type == "cpu"]
         captures = self.races.captures
         if captures.active and (stream := captures.captured(inputs, self.args, self.kwargs)):
             return self.capture(stream, arguments)
@@ -474,8 +474,10 @@ class Call:
             self.races.seq_num += 1
             self.seq_num = self.races.seq_num
             # A copy between devices runs on its source's stream, as on CUDA.
-            self.runs_on(sorted(inputs, key=lambda each: each[1] is WRITE))
-            accesses = self.check([each for each in inputs if each[0].device.type != "cpu" or not in_flight])
+            self.runs_on(sorted(inputs, key=lambda argument: argument[1] is WRITE))
+            accesses = self.check(
+                [argument for argument in inputs if argument[0].device.type != "cpu" or not in_flight]
+            )
             written = {access.span for _, access in accesses if access.type is WRITE}
         out = self.func(*self.args, **self.kwargs)
         with self.races.lock:
@@ -483,7 +485,7 @@ class Call:
             arguments.found = []
             if not self.traits.collective:
                 arguments.parse_outputs(self.func._schema, out, is_factory=False)
-            outputs = [each for each in arguments.found if Span.of(each[0]) not in written]
+            outputs = [output for output in arguments.found if Span.of(output[0]) not in written]
             self.runs_on(outputs)
             accesses += self.check(in_flight)
             accesses += self.check(outputs, is_output=True)
@@ -520,8 +522,8 @@ class Call:
             arguments.parse_outputs(self.func._schema, out, is_factory=False)
 
             def unseen(found: list[Any]) -> list[Any]:
-                memories = [(each, self.races._memory_of(each[0])) for each in found]
-                return [each for each, memory in memories if memory is not None and id(memory) not in used]
+                memories = [(argument, self.races._memory_of(argument[0])) for argument in found]
+                return [argument for argument, memory in memories if memory is not None and id(memory) not in used]
 
             inputs, outputs = unseen(inputs), unseen(arguments.found)
             if stream and node:
@@ -533,8 +535,8 @@ class Call:
             for memory, access in self.check(inputs) + self.check(outputs, is_output=True):
                 self.races.keep(memory, access)
             if self.waits(inputs):
-                for each in self.streams:
-                    self.races.syncs.all_streams_wait_for_stream(each)
+                for running in self.streams:
+                    self.races.syncs.all_streams_wait_for_stream(running)
         return out
 
     def capture(self, stream: Stream, arguments: _Arguments) -> Any:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from openreg_ops import _C
 from openreg_ops.device.liveness import is_plain
 from openreg_ops.identity import identity
-from openreg_ops.sanitizer.history import Call, Races, current_stream, dense_parts, traits_of
+from openreg_ops.sanitizer.history import CheckedCall, Races, current_stream, dense_parts, traits_of
 from openreg_ops.sanitizer.report import READ, Access, Span, Trace
 
 __all__ = ["SanitizerDispatchMode", "SanitizerFunctionMode"]
@@ -55,7 +55,7 @@ class SanitizerDispatchMode(TorchDispatchMode):
                 kernel = self._checked(functools.partial(func.redispatch, backend))
             if composite and kernel:  # below autograd, as in inference mode and in the kernel of another operator
                 return kernel(*args, **kwargs)
-        return Call(self.races, func, traits, args, kwargs, kernel).run()
+        return CheckedCall(self.races, func, traits, args, kwargs, kernel).run()
 
     def _checked(self, function: Any) -> Any:
         """A function that calls `function` with the operators in it checked; other values as they are."""
@@ -64,7 +64,7 @@ class SanitizerDispatchMode(TorchDispatchMode):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             functions = SanitizerFunctionMode(self.races)
-            seen = any(isinstance(each, SanitizerFunctionMode) for each in _get_current_function_mode_stack())
+            seen = any(isinstance(mode, SanitizerFunctionMode) for mode in _get_current_function_mode_stack())
             with contextlib.nullcontext() if seen else functions, self:
                 return function(*args, **kwargs)
 
@@ -82,7 +82,7 @@ def _backend(args: Any, kwargs: Any) -> torch._C.DispatchKeySet:
     key = torch._ops._compute_keyset(args, kwargs, below).highestPriorityTypeId()
     if key != DispatchKey.Undefined:
         return torch._C.DispatchKeySet(key)
-    device = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.device)), None)
+    device = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.device)), None)
     is_ours = device is not None and device.type == identity.name
     return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(identity.dense if is_ours else "CPU"))
 

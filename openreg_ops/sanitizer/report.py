@@ -69,7 +69,7 @@ class Trace:
         if node := torch._C._current_autograd_node():
             self.node = node.name()
             if caller != threading.get_ident() and (frame := sys._current_frames().get(caller)):
-                self.above = [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
+                self.above = [(outer.f_code, line) for outer, line in traceback.walk_stack(frame)]
             self.forward = node.metadata.get("traceback_", [])
         else:
             self.node, self.forward = None, []

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from openreg_ops import _C
-from openreg_ops.schedules.report import RETURN, Action, Explanation, Step, heading, pieces, raises
+from openreg_ops.schedules.report import RETURN, Action, OrderExplanation, Step, heading, pieces, raises
 from openreg_ops.schedules.results import difference_of, values_of
 from openreg_ops.schedules.state import Ranks, State, alone, without_collector
 
@@ -51,14 +51,14 @@ class Deviation(NamedTuple):
 
 
 @dataclass
-class Outcome:
-    """The result of one order."""
+class OrderOutcome:
+    """What one order of a program returned or raised, and the actions in the order in which they ran."""
 
     values: dict[str, Any]
     error: Exception | None
     log: list[Action]
 
-    def differs(self, other: Outcome, rtol: float, atol: float) -> str | None:
+    def differs(self, other: OrderOutcome, rtol: float, atol: float) -> str | None:
         """How this outcome differs from the outcome of the program's own order, if it does."""
         if (self.error is None) != (other.error is None) or type(self.error) is not type(other.error):
             return f"the program {raises(self.error)}; in program order it {raises(other.error)}"
@@ -181,9 +181,9 @@ def _seeds(seeds: int | Iterable[int]) -> Sequence[int]:
     if isinstance(found, range):
         return found
     numbers = []
-    for each in found:
-        if (number := _index(each)) is None or not 0 <= number < 2**64:
-            raise ValueError(f"{wanted}, each from 0 to 2**64 - 1, but got {each!r}")
+    for seed in found:
+        if (number := _index(seed)) is None or not 0 <= number < 2**64:
+            raise ValueError(f"{wanted}, each from 0 to 2**64 - 1, but got {seed!r}")
         numbers.append(number)
     return numbers
 
@@ -228,8 +228,8 @@ class Exploration:
             first, self.base = self.base, self.one(located=True)
             if what := self.differs(first):
                 raise ValueError(_two_results(what))
-            self.logs = self.ranks.gather([each for each in self.base.log if each.what != "run"])  # by rank
-            report.work = sum(each.what == "launch" for log in self.logs for each in log)
+            self.logs = self.ranks.gather([action for action in self.base.log if action.what != "run"])  # by rank
+            report.work = sum(action.what == "launch" for log in self.logs for action in log)
             if not report.work:
                 raise ValueError(
                     "schedules: the program queues no work on openreg, so there is nothing to order; run operators on the "
@@ -252,7 +252,7 @@ class Exploration:
 
     # ---- one order ----
 
-    def one(self, exceptions: Sequence[Deviation] = (), **order: Any) -> Outcome:
+    def one(self, exceptions: Sequence[Deviation] = (), **order: Any) -> OrderOutcome:
         """Run the program in the order of a seed, or in its own order with exceptions."""
         order["late"] = [exception.late for exception in exceptions if exception.rank == self.ranks.rank]
         self.state.restore()
@@ -276,16 +276,16 @@ class Exploration:
         finally:
             _C.abandon_order()  # if Ctrl-C has ended it
             self.state.restore()
-        return Outcome(values, error, [Action(what, Step(*step), *rest) for what, step, *rest in log])
+        return OrderOutcome(values, error, [Action(what, Step(*step), *rest) for what, step, *rest in log])
 
-    def differs(self, outcome: Outcome, other: Outcome | None = None) -> str | None:
+    def differs(self, outcome: OrderOutcome, other: OrderOutcome | None = None) -> str | None:
         """How an outcome differs from the program's own, or from another, on the first rank where it does."""
         what = outcome.differs(other or self.base, self.rtol, self.atol)
         if outcome.error:
             outcome.error.with_traceback(None)  # the traceback would keep the order's tensors alive
         return self.ranks.first(what)
 
-    def confirm(self, seed: int, outcome: Outcome) -> str:
+    def confirm(self, seed: int, outcome: OrderOutcome) -> str:
         """Run the program's own order, and the order of this seed, again: returns "" if their results still differ.
 
         Otherwise, returns the sentence that says so. Raises if an order gives two results.
@@ -325,12 +325,12 @@ class Exploration:
 
     # ---- a shorter order ----
 
-    def explain(self, seed: int, what: str, outcome: Outcome) -> Difference:
+    def explain(self, seed: int, what: str, outcome: OrderOutcome) -> Difference:
         self.trials = 0
         exceptions = [
-            Deviation(rank, each)
+            Deviation(rank, late)
             for rank, some in enumerate(self.ranks.gather(_exceptions(outcome.log)))
-            for each in some
+            for late in some
         ]
         if not exceptions:
             raise ValueError(_two_results(what))
@@ -341,11 +341,13 @@ class Exploration:
         what = self.differs(shown) or what
         races = self.races()
         own = [exception for exception in exceptions if exception.rank == self.ranks.rank]
-        told = Explanation(
-            shown.log, [each.late.item for each in own], {each.late.item for each in own if each in at_host}
+        told = OrderExplanation(
+            shown.log,
+            [exception.late.item for exception in own],
+            {exception.late.item for exception in own if exception in at_host},
         )
         parts = self.ranks.gather((told.order(), told.missing(races) if own else "", told.names()))
-        order = [heading(sum(each.what == "launch" for log in self.logs for each in log), len(exceptions))]
+        order = [heading(sum(action.what == "launch" for log in self.logs for action in log), len(exceptions))]
         for rank, (lines, _, _) in enumerate(parts):
             order += [f"  on rank {rank}:"] * (self.ranks.size > 1 and bool(lines)) + lines
         missing = next((text for _, text, _ in parts if text), told.missing(races))
@@ -376,7 +378,7 @@ class Exploration:
     def nearer(self, exceptions: list[Deviation]) -> list[Deviation]:
         """Choose the late work that is launched last. Work that waits for late work is late too, but is not the cause."""
         for i, (rank, late) in enumerate(exceptions):
-            launches = [each.step for each in self.logs[rank] if each.what == "launch"]
+            launches = [action.step for action in self.logs[rank] if action.what == "launch"]
             if late.item not in launches:
                 continue
             for item in reversed(launches[launches.index(late.item) + 1 :]):
@@ -391,7 +393,7 @@ class Exploration:
     def sooner(self, exceptions: list[Deviation]) -> list[Deviation]:
         """Run each late piece of work as early as the difference allows, just behind the work that it conflicts with."""
         for i, (rank, late) in enumerate(exceptions):
-            steps = [each.step for each in self.logs[rank] if each.what != "query"]
+            steps = [action.step for action in self.logs[rank] if action.what != "query"]
             if late.item not in steps:
                 continue
             steps = steps[steps.index(late.item) :]
@@ -408,7 +410,7 @@ class Exploration:
     def is_at_host(self, one: Deviation, exceptions: list[Deviation]) -> bool:
         """Returns true if late work conflicts with the host, not with the work launched at the step that it waits for."""
         rank, late = one
-        if late.needed or not any(each.what == "launch" and each.step == late.after for each in self.logs[rank]):
+        if late.needed or not any(action.what == "launch" and action.step == late.after for action in self.logs[rank]):
             return False
         others = [e for e in exceptions if e.rank != rank or e.late.item != late.after]
         return self.fails([*others, Deviation(rank, Late(late.after, late.after, False, late.rank + 1))])
@@ -444,5 +446,5 @@ def _exceptions(log: list[Action]) -> list[Late]:
 
 
 def _fingerprint(log: list[Action]) -> str:
-    text = "\n".join(f"{each.what} {tuple(each.step)} {each.place} {each.name}" for each in log)
+    text = "\n".join(f"{action.what} {tuple(action.step)} {action.place} {action.name}" for action in log)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from openreg_ops.identity import identity
 
-__all__ = ["RETURN", "Action", "Explanation", "Step", "heading", "pieces", "plain", "raises"]
+__all__ = ["RETURN", "Action", "OrderExplanation", "Step", "heading", "pieces", "plain", "raises"]
 
 
 class Step(NamedTuple):
@@ -61,7 +61,7 @@ def heading(work: int, exceptions: int) -> str:
     )
 
 
-class Explanation:
+class OrderExplanation:
     """Describes an order with a few exceptions: for each late piece of work, the work that it ran just behind.
 
     `at_host` is the late work that conflicts with an action of the host between two steps, whatever runs meanwhile.
@@ -69,25 +69,25 @@ class Explanation:
 
     def __init__(self, log: list[Action], late: list[Step], at_host: set[Step]) -> None:
         self.log = log
-        self.launches = {each.step: each for each in log if each.what == "launch"}
+        self.launches = {action.step: action for action in log if action.what == "launch"}
         self.late = [self.launches[step] for step in late if step in self.launches]
-        self.host = [each for each in log if each.what != "run"]
+        self.host = [action for action in log if action.what != "run"]
         self.at_host = at_host
 
     def behind(self, item: Action) -> Action | None:
         """The work of another stream that the late work `item` ran just behind, or None if the host continued instead."""
-        ran = next((i for i, each in enumerate(self.log) if each.what == "run" and each.step == item.step), 0)
-        for each in reversed(self.log[:ran]):
-            if each.what != "run":
+        ran = next((i for i, action in enumerate(self.log) if action.what == "run" and action.step == item.step), 0)
+        for action in reversed(self.log[:ran]):
+            if action.what != "run":
                 break
-            if each.stream != item.stream and item.step not in self.at_host:
-                return self.launches.get(each.step)
+            if action.stream != item.stream and item.step not in self.at_host:
+                return self.launches.get(action.step)
         return None
 
     def between(self, item: Action) -> tuple[Action, Action]:
         """The host's steps just before and just after the action that came too early."""
-        ran = next(i for i, each in enumerate(self.log) if each.what == "run" and each.step == item.step)
-        before = [each for each in self.log[:ran] if each.what != "run"]
+        ran = next(i for i, action in enumerate(self.log) if action.what == "run" and action.step == item.step)
+        before = [action for action in self.log[:ran] if action.what != "run"]
         return before[-2] if len(before) > 1 else before[-1], before[-1]
 
     def work(self, launch: Action) -> str:
@@ -99,7 +99,7 @@ class Explanation:
         return f"{name}, launched at {launch.where}" if launch.where else name
 
     def names(self) -> list[str]:
-        return [each.name for each in self.late]
+        return [launch.name for launch in self.late]
 
     def order(self) -> list[str]:
         lines = []
@@ -122,7 +122,7 @@ class Explanation:
         return f"the host reaches {after.where}"
 
     def returned(self, step: Action) -> bool:
-        names = [each.name for each in self.host]
+        names = [action.name for action in self.host]
         return RETURN in names and self.host.index(step) > names.index(RETURN)
 
     def missing(self, races: list[Any]) -> str:
@@ -137,7 +137,7 @@ class Explanation:
                 f"the program does not wait for {late} before it returns. Call wait_stream() on the current stream with it. "
                 f"For a result in host memory, call synchronize() on an event recorded there after {item.where}"
             )
-        places = [behind.where] if behind else [each.where for each in self.between(item)]
+        places = [behind.where] if behind else [action.where for action in self.between(item)]
         for race in sorted(races, key=lambda race: race.previous_access.freed is not None):
             if _at(race.previous_access, [item.where]) and (place := _at(race.current_access, places)):
                 return race._remedy() + f" This access is at {place}." * ("this access" in race._remedy())

@@ -38,8 +38,8 @@ def _read(name: str, value: Any, values: dict[str, Any], inside: set[int]) -> No
     parts = _tensor(value) if isinstance(value, torch.Tensor) else _parts(value)
     if isinstance(parts, list):
         values[name] = type(value)
-        for part, each in parts:
-            _read(name + part, each, values, inside)
+        for part, inner in parts:
+            _read(name + part, inner, values, inside)
     else:
         values[name] = parts
     inside.discard(id(value))
@@ -48,7 +48,7 @@ def _read(name: str, value: Any, values: dict[str, Any], inside: set[int]) -> No
 def _tensor(x: torch.Tensor) -> Any:
     x = x.detach()
     if x.is_nested:
-        return [(f"[{i}]", each) for i, each in enumerate(x.unbind())]
+        return [(f"[{i}]", tensor) for i, tensor in enumerate(x.unbind())]
     if x.device.type == "meta":
         return (x.dtype, x.shape, x.stride())
     if x.is_quantized:
@@ -67,22 +67,22 @@ def _parts(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, STATEFUL):
-        return [(f".{key}", each) for key, each in value.state_dict().items()]
+        return [(f".{key}", state) for key, state in value.state_dict().items()]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f".{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     if isinstance(value, collections.abc.Mapping):
         return [
-            (f"[{key!r}]" if isinstance(key, PLAIN) else f"[{i}]", each) for i, (key, each) in enumerate(value.items())
+            (f"[{key!r}]" if isinstance(key, PLAIN) else f"[{i}]", item) for i, (key, item) in enumerate(value.items())
         ]
     if isinstance(value, collections.abc.Set):
-        return [(f"{{{i}}}", each) for i, each in enumerate(sorted(value, key=_by_value))]
+        return [(f"{{{i}}}", item) for i, item in enumerate(sorted(value, key=_by_value))]
     if isinstance(value, collections.abc.Sequence | collections.abc.ValuesView | memoryview):
         names = getattr(kind, "_fields", ())  # of a named tuple
-        return [(f".{names[i]}" if names else f"[{i}]", each) for i, each in enumerate(value)]
+        return [(f".{names[i]}" if names else f"[{i}]", item) for i, item in enumerate(value)]
     if isinstance(value, enum.Enum | type) or (module in COMPARABLE and kind.__eq__ is not object.__eq__):
         return str(value)
     if isinstance(value, types.SimpleNamespace) or module not in {*sys.stdlib_module_names, "torch", "openreg_ops"}:
-        slots = [name for each in kind.__mro__ for name in _slots(each) if hasattr(value, name)]
+        slots = [name for base in kind.__mro__ for name in _slots(base) if hasattr(value, name)]
         attributes = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
         return [(f".{name}", attribute) for name, attribute in attributes.items()]
     return kind
@@ -94,7 +94,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _by_value(value: Any) -> str:
-    return repr([each.tolist() if isinstance(each, torch.Tensor) else each for each in values_of(value).values()])
+    return repr([part.tolist() if isinstance(part, torch.Tensor) else part for part in values_of(value).values()])
 
 
 def _array(value: Any) -> Any:
@@ -114,7 +114,7 @@ def difference_of(values: dict[str, Any], expected: dict[str, Any], rtol: float,
             return f"{name}{said}"
     if values.keys() != expected.keys():
         here, there = ([*one.keys() - other.keys()] for one, other in ((values, expected), (expected, values)))
-        here, there = (", ".join(sorted(each)[:3]) or "none" for each in (here, there))
+        here, there = (", ".join(sorted(names)[:3]) or "none" for names in (here, there))
         return f"the result has the extra parts {here}, and in the program's order it has the extra parts {there}"
     return None
 
@@ -122,7 +122,7 @@ def difference_of(values: dict[str, Any], expected: dict[str, Any], rtol: float,
 def _differs(a: Any, b: Any, rtol: float, atol: float) -> str | None:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         if isinstance(a, type) and isinstance(b, type):  # a class in the program's body is a new one each time
-            a, b = (f"{each.__module__}.{each.__qualname__}" for each in (a, b))
+            a, b = (f"{kind.__module__}.{kind.__qualname__}" for kind in (a, b))
         same = type(a) is type(b) and (a == b or (a != a and b != b))
         return None if same else f" is {_said(a)}, but {_said(b)} in the program's order"
     if (a.shape, a.dtype) != (b.shape, b.dtype):

@@ -88,7 +88,7 @@ class Ranks:
     def first(self, what: str | None) -> str | None:
         """The first `what` of a rank that is not None, with the rank's number."""
         every = self.gather(what, what)
-        return next((f"on rank {i}, {each}" if self.size > 1 else each for i, each in enumerate(every) if each), None)
+        return next((f"on rank {i}, {said}" if self.size > 1 else said for i, said in enumerate(every) if said), None)
 
     def raise_first(self, error: Exception | None) -> None:
         if error is None:

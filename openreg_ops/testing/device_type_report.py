@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         ended = {device: run(file, device, options.pytest) for device in DEVICES}
         for device in DEVICES:
             counts = Counter(ended[device].values())
-            print(f"{file.name:32}{device:8}", *(f"{counts[each]:6} {each}" for each in OUTCOMES), flush=True)
+            print(f"{file.name:32}{device:8}", *(f"{counts[outcome]:6} {outcome}" for outcome in OUTCOMES), flush=True)
         for test, outcome in ended["openreg"].items():
             if outcome == "failed" and ended["cpu"].get(test, "passed") == "passed":
                 lost.append(f"{file.name}::{test}")

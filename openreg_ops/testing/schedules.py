@@ -74,15 +74,15 @@ class _Aside:
 def _aside(item: pytest.Item) -> Iterator[_Aside]:
     """In the body, the test runs without leaving anything in its own report."""
     lists = item._report_sections, item.user_properties, item.own_markers
-    before, quiet = [[*each] for each in lists], _Aside(item.ihook)
+    before, quiet = [[*entries] for entries in lists], _Aside(item.ihook)
     item.session.gethookproxy = lambda path: quiet  # type: ignore[method-assign, assignment]  # what item.ihook returns
     try:
         with warnings.catch_warnings(record=True):
             yield quiet
     finally:
         del item.session.gethookproxy
-        for each, content in zip(lists, before, strict=True):
-            each[:] = content  # type: ignore[index]
+        for entries, content in zip(lists, before, strict=True):
+            entries[:] = content  # type: ignore[index]
         if failed_subtests_key:
             item.config.stash[failed_subtests_key].pop(item.nodeid, None)
 
@@ -124,14 +124,14 @@ class SchedulesPlugin:
 
     def explore(self, item: pytest.Function) -> None:
         """Try the orders of a test. For the first test of a class, try the orders of all its tests."""
-        whole = next((each for each in item.listchain() if isinstance(each, pytest.Class)), None)
+        whole = next((node for node in item.listchain() if isinstance(node, pytest.Class)), None)
         if whole is None:
             self.try_orders(item, item.parent)
         elif whole not in self.classes:
             self.classes.add(whole)
-            for each in item.session.items:
-                if isinstance(each, pytest.Function) and whole in each.listchain():
-                    self.try_orders(each, whole.parent)
+            for test in item.session.items:
+                if isinstance(test, pytest.Function) and whole in test.listchain():
+                    self.try_orders(test, whole.parent)
 
     def try_orders(self, item: pytest.Function, kept: Any) -> None:
         """Try the orders of a test. Each run sets up all fixtures again, except the fixtures of the collector `kept`."""

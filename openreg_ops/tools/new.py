@@ -145,7 +145,7 @@ def _check_name(name: str, root: Path) -> None:
         re.search(rf"\b(check_)?{name}\b", words)
         or keyword.iskeyword(name)
         or name in CPP_WORDS
-        or any((root / "openreg_ops" / each).exists() for each in (name, f"{name}.py"))
+        or any((root / "openreg_ops" / file).exists() for file in (name, f"{name}.py"))
     ):
         raise Wrong(f"{name} already has another meaning in C++, Python, csrc/ops or openreg_ops; choose another name")
 

@@ -168,13 +168,13 @@ def _check_inputs(tensors: Sequence[torch.Tensor], dim: int) -> tuple[int, list[
             f"Expected all input tensors to have the same number of dimensions, but tensor at index {i} has "
             f"{tensor.dim()} dimensions, (expected {first.dim()})",
         )
-        expected = [tensor.size(dim) if each == dim else size for each, size in enumerate(first.shape)]
+        expected = [tensor.size(dim) if axis == dim else size for axis, size in enumerate(first.shape)]
         _check(
             list(tensor.shape) == expected,
             f"Input tensor at index {i} has invalid shape {list(tensor.shape)}, but expected {expected}",
         )
     total = sum(tensor.size(dim) for tensor in tensors)
-    return dim, [total if each == dim else size for each, size in enumerate(first.shape)]
+    return dim, [total if axis == dim else size for axis, size in enumerate(first.shape)]
 
 
 def _gather(tensors: Sequence[torch.Tensor], dim: int, destination_index: int | None) -> torch.Tensor:

@@ -61,7 +61,7 @@ class Quiet:
 
 
 @dataclasses.dataclass
-class Step:
+class ComparedCall:
     """One call of an operator, on both devices."""
 
     func: OpOverload
@@ -125,7 +125,7 @@ class Lockstep(TorchDispatchMode):
         with self.turn:
             differ = len(self.result.differences)
             self.progress.show(f"compare: {self.result.operators:,} operators, {differ} differ")
-            return self._both(Step(func, of, self.result.count(), place, args, kwargs))
+            return self._both(ComparedCall(func, of, self.result.count(), place, args, kwargs))
 
     def _touches(self, args: tuple, kwargs: dict) -> bool:
         """Returns true if a call has a tensor on the device, or makes one."""
@@ -134,41 +134,41 @@ class Lockstep(TorchDispatchMode):
             return True
         return any(t.device.type == self.type for t in (*tensors_of(args), *tensors_of(kwargs)))
 
-    def _both(self, step: Step) -> Any:
+    def _both(self, call: ComparedCall) -> Any:
         """Make the call on the device, and then on the reference."""
-        if step.of.undefined:
-            return self._run(step)
+        if call.of.undefined:
+            return self._run(call)
         with self.quiet():
             self.synchronize()  # an error of what was launched before does not belong to this operator
             try:
-                step.arguments = Arguments(step.of, step.args, step.kwargs, self.reference, self.type)
+                call.arguments = Arguments(call.of, call.args, call.kwargs, self.reference, self.type)
             except _DEVICE_ERRORS:
                 raise
             except (NotImplementedError, RuntimeError) as error:
-                self._skip(step.of, f"its arguments cannot be copied: {first_line(error)}")
-            if step.of.random and self.draws:
-                step.state = state_of(step.args, step.kwargs, self.type)
-        out = self._run(step)
-        if step.arguments is not None:
-            _wait_for_tensors(step.of, out)
+                self._skip(call.of, f"its arguments cannot be copied: {first_line(error)}")
+            if call.of.random and self.draws:
+                call.state = state_of(call.args, call.kwargs, self.type)
+        out = self._run(call)
+        if call.arguments is not None:
+            _wait_for_tensors(call.of, out)
             with self.quiet():
-                self._compare(step, out, self._expected(step))
+                self._compare(call, out, self._expected(call))
         return out
 
-    def _run(self, step: Step) -> Any:
+    def _run(self, call: ComparedCall) -> Any:
         """Make the call and wait for the device; otherwise a later failure would be blamed on another operator."""
         try:
-            out = step.func(*step.args, **step.kwargs)
-            if step.of.collective:
+            out = call.func(*call.args, **call.kwargs)
+            if call.of.collective:
                 _wait(out)
             with self.own_work():
                 self.synchronize()
         except Exception as error:
             with self.quiet():
-                if not getattr(error, "_compared", False) and not self._raises_too(step, error):
+                if not getattr(error, "_compared", False) and not self._raises_too(call, error):
                     error._compared = True
-                    self.result.row(step.of.name).calls += 1
-                    self._differs(step, "the call", f"raised {first_line(error)}")
+                    self.result.row(call.of.name).calls += 1
+                    self._differs(call, "the call", f"raised {first_line(error)}")
             raise
         return out
 
@@ -182,59 +182,59 @@ class Lockstep(TorchDispatchMode):
 
     # ---- the reference ----
 
-    def _raises_too(self, step: Step, error: Exception) -> bool:
+    def _raises_too(self, call: ComparedCall, error: Exception) -> bool:
         """Returns true if the reference raises as well, because the call itself is wrong."""
         if (
-            step.arguments is None or isinstance(error, _DEVICE_ERRORS) or "c10d" in step.of.name
+            call.arguments is None or isinstance(error, _DEVICE_ERRORS) or "c10d" in call.of.name
         ):  # ranks do not join in
             return False
         try:
-            self._on_reference(step)
+            self._on_reference(call)
         except Exception:
             return True
         return False
 
-    def _on_reference(self, step: Step) -> Any:
-        with drawing(self.reference, step.state) if step.of.random else contextlib.nullcontext():
-            return step.func(*step.arguments.args, **step.arguments.kwargs)
+    def _on_reference(self, call: ComparedCall) -> Any:
+        with drawing(self.reference, call.state) if call.of.random else contextlib.nullcontext():
+            return call.func(*call.arguments.args, **call.arguments.kwargs)
 
-    def _expected(self, step: Step) -> Any:
+    def _expected(self, call: ComparedCall) -> Any:
         """The reference's results, or `_ABSENT`."""
         try:
-            expected = self._on_reference(step)
-            if step.of.collective:
+            expected = self._on_reference(call)
+            if call.of.collective:
                 _wait(expected)
-            _wait_for_tensors(step.of, expected)
+            _wait_for_tensors(call.of, expected)
             return expected
         except Exception as error:
-            if step.func._schema.name.partition("::")[2] in ATTENTION:
+            if call.func._schema.name.partition("::")[2] in ATTENTION:
                 with contextlib.suppress(Exception):
-                    return _attention(step)
-            self._skip(step.of, f"{self.reference} raised {first_line(error)}")
+                    return _attention(call)
+            self._skip(call.of, f"{self.reference} raised {first_line(error)}")
             return _ABSENT
 
     # ---- comparing ----
 
-    def _compare(self, step: Step, out: Any, expected: Any) -> None:
-        row = self.result.row(step.of.name)
+    def _compare(self, call: ComparedCall, out: Any, expected: Any) -> None:
+        row = self.result.row(call.of.name)
         row.calls += 1
         if expected is _ABSENT:
             return
         row.compared += 1
-        drawn = step.of.random and step.state is None
+        drawn = call.of.random and call.state is None
         if drawn:
             self.result.note(
-                f"{step.of.name}: {self.reference} draws different random numbers; only shape, dtype and mean are compared"
+                f"{call.of.name}: {self.reference} draws different random numbers; only shape, dtype and mean are compared"
             )
-        for what, got, want in _pairs(step, out, expected):
-            if found := self._unlike(step, what, got, want):
-                self._differs(step, what, found)
+        for what, got, want in _pairs(call, out, expected):
+            if found := self._unlike(call, what, got, want):
+                self._differs(call, what, found)
             elif isinstance(got, Tensor) and isinstance(want, Tensor):
-                self._tensors(step, what, got, want, drawn)
+                self._tensors(call, what, got, want, drawn)
             elif isinstance(got, (bool, int, float, complex)) and got != want and not (got != got and want != want):
-                self._judge(step, what, *self._of_number(step, what, got, want))
+                self._judge(call, what, *self._of_number(call, what, got, want))
 
-    def _unlike(self, step: Step, what: str, got: Any, want: Any) -> str:
+    def _unlike(self, call: ComparedCall, what: str, got: Any, want: Any) -> str:
         """How a result differs in its form: it is missing, or has another shape or dtype; "" if it does not."""
         if isinstance(got, (list, tuple)):
             return f"has {len(got)} tensors, and {len(want)} on {self.reference}"
@@ -245,50 +245,50 @@ class Lockstep(TorchDispatchMode):
                 return f"is {shown(got)}, and {shown(want)} on {self.reference}"
         return ""
 
-    def _tensors(self, step: Step, what: str, tensor: Tensor, want: Tensor, drawn: bool) -> None:
+    def _tensors(self, call: ComparedCall, what: str, tensor: Tensor, want: Tensor, drawn: bool) -> None:
         try:
             got, want = dense(tensor.detach().to(self.reference)), dense(want)
         except _DEVICE_ERRORS:
             raise
         except (NotImplementedError, RuntimeError) as error:  # a subclass without memory of its own
-            self._skip(step.of, f"its results cannot be copied: {first_line(error)}")
+            self._skip(call.of, f"its results cannot be copied: {first_line(error)}")
             return
         if drawn:
-            self._means(step, what, got, want)
-        elif got.numel() and not equal(got, want) and not is_tie(step.of, *step.arguments.before(), got, want):
-            error, tolerance = self._measure(step, what, got, want)
+            self._means(call, what, got, want)
+        elif got.numel() and not equal(got, want) and not is_tie(call.of, *call.arguments.before(), got, want):
+            error, tolerance = self._measure(call, what, got, want)
             if error is not None:
-                self._judge(step, what, error, tolerance, shown(got))
+                self._judge(call, what, error, tolerance, shown(got))
 
-    def _judge(self, step: Step, what: str, error: Error, tolerance: Tolerance, result: str = "") -> None:
-        self.result.row(step.of.name).add(error, tolerance)
+    def _judge(self, call: ComparedCall, what: str, error: Error, tolerance: Tolerance, result: str = "") -> None:
+        self.result.row(call.of.name).add(error, tolerance)
         if error.ulps > tolerance.ulps:
-            self._differs(step, what, "", error, tolerance, result)
+            self._differs(call, what, "", error, tolerance, result)
 
-    def _measure(self, step: Step, what: str, got: Tensor, want: Tensor) -> tuple[Error | None, Tolerance]:
-        args, kwargs = step.arguments.before()
+    def _measure(self, call: ComparedCall, what: str, got: Tensor, want: Tensor) -> tuple[Error | None, Tolerance]:
+        args, kwargs = call.arguments.before()
         tensors = [*tensors_of(args), *tensors_of(kwargs)]
-        tolerance = self.tolerances(step.func, tensors, want)
+        tolerance = self.tolerances(call.func, tensors, want)
         scale: Any = None
         if tolerance.kind == "sum":
-            scale = self._magnitudes(step, args, kwargs, what, want)
+            scale = self._magnitudes(call, args, kwargs, what, want)
         if tolerance.kind == "chain" or tolerance.kind == "sum" and scale is None:
             scale = largest([*tensors, want])
         return measure(got, want, tolerance.ulps, scale), tolerance
 
-    def _of_number(self, step: Step, what: str, got: Any, want: Any) -> tuple[Error, Tolerance]:
+    def _of_number(self, call: ComparedCall, what: str, got: Any, want: Any) -> tuple[Error, Tolerance]:
         """The error of a Python number, in ulps of the narrowest dtype among the tensors that it comes from."""
-        kinds = [t.dtype for t in (*tensors_of(step.arguments.args), *tensors_of(step.arguments.kwargs))]
+        kinds = [t.dtype for t in (*tensors_of(call.arguments.args), *tensors_of(call.arguments.kwargs))]
         eps = [torch.finfo(dtype).eps for dtype in kinds if dtype.is_floating_point or dtype.is_complex]
         if isinstance(got, (float, complex)) and isinstance(want, (float, complex)):
             wide = torch.complex128 if complex in (type(got), type(want)) else torch.float64
-            error, tolerance = self._measure(step, what, *(torch.tensor(number, dtype=wide) for number in (got, want)))
+            error, tolerance = self._measure(call, what, *(torch.tensor(number, dtype=wide) for number in (got, want)))
             if error is not None:
                 ulps = error.ulps * 2**-52 / max(eps, default=2**-52)
                 return dataclasses.replace(error, ulps=ulps, count=int(ulps > tolerance.ulps)), tolerance
         return Error(math.inf, (), got, want, math.inf, 1), Tolerance("exact", 0.0)
 
-    def _magnitudes(self, step: Step, args: list, kwargs: dict, what: str, want: Tensor) -> Tensor | None:
+    def _magnitudes(self, call: ComparedCall, args: list, kwargs: dict, what: str, want: Tensor) -> Tensor | None:
         """The sums of the terms' absolute values; None if the operator does not give them."""
 
         def positive(value: Any) -> Any:
@@ -299,19 +299,19 @@ class Lockstep(TorchDispatchMode):
                 return [positive(item) for item in value]
             return abs(value) if isinstance(value, float) else value
 
-        if step.of.collective or step.of.base not in SUM:
+        if call.of.collective or call.of.base not in SUM:
             return None
         with contextlib.suppress(Exception):
             given, named = [positive(v) for v in args], {k: positive(v) for k, v in kwargs.items()}
-            again = Arguments(step.of, tuple(given), named, self.reference, self.reference.type)
-            out = step.func(*again.args, **again.kwargs)
-            found = _pairs(dataclasses.replace(step, arguments=again), out, out)
+            again = Arguments(call.of, tuple(given), named, self.reference, self.reference.type)
+            out = call.func(*again.args, **again.kwargs)
+            found = _pairs(dataclasses.replace(call, arguments=again), out, out)
             scale = next((want for name, _, want in found if name == what), None)
             if isinstance(scale, Tensor) and scale.shape == want.shape:
                 return scale
         return None
 
-    def _means(self, step: Step, what: str, got: Tensor, want: Tensor) -> None:
+    def _means(self, call: ComparedCall, what: str, got: Tensor, want: Tensor) -> None:
         """Compare the means of random numbers that the reference cannot draw: within 8 deviations."""
         if got.numel() < 256 or got.is_complex():
             return
@@ -319,17 +319,17 @@ class Lockstep(TorchDispatchMode):
         deviation = math.sqrt((float(a.var()) + float(b.var())) / a.numel())
         if not abs(float(a.mean() - b.mean())) <= 8 * deviation + 1e-12:
             found = f"has mean {float(a.mean()):.4g}, and {float(b.mean()):.4g} on {self.reference}"
-            self._differs(step, what, found)
+            self._differs(call, what, found)
 
     # ---- what is found ----
 
     def _differs(
-        self, step: Step, what: str, found: str, error: Error | None = None, tolerance: Tolerance | None = None,
+        self, call: ComparedCall, what: str, found: str, error: Error | None = None, tolerance: Tolerance | None = None,
         result: str = "",
     ) -> None:  # fmt: skip
         self.result.add(
             Difference(
-                step.index, step.of.name, what, step.place, step.inputs(), error, tolerance, found, self.type,
+                call.index, call.of.name, what, call.place, call.inputs(), error, tolerance, found, self.type,
                 str(self.reference), result, [] if self.result.differences else stack(),
             )
         )  # fmt: skip
@@ -362,14 +362,14 @@ def _is_traced(types: Any) -> bool:
     return any(issubclass(kind, (FakeTensor, FunctionalTensor)) for kind in types)
 
 
-def _pairs(step: Step, out: Any, expected: Any) -> list[tuple[str, Any, Any]]:
+def _pairs(call: ComparedCall, out: Any, expected: Any) -> list[tuple[str, Any, Any]]:
     """What the call wrote and returned on the device, each with the reference's; lists only where their lengths differ."""
-    pairs: list[tuple[str, Any, Any]] = [*step.arguments.written]
-    if step.of.collective:
+    pairs: list[tuple[str, Any, Any]] = [*call.arguments.written]
+    if call.of.collective:
         return pairs
-    several = isinstance(out, (tuple, list)) and len(step.func._schema.returns) != 1
+    several = isinstance(out, (tuple, list)) and len(call.func._schema.returns) != 1
     for i, (got, want) in enumerate(zip(out, expected, strict=False) if several else [(out, expected)]):
-        if i < len(step.of.aliased) and step.of.aliased[i] or i == step.of.scratch:
+        if i < len(call.of.aliased) and call.of.aliased[i] or i == call.of.scratch:
             continue
         what = f"result {i}" if several else "result"
         if isinstance(got, (list, tuple)):
@@ -381,9 +381,9 @@ def _pairs(step: Step, out: Any, expected: Any) -> list[tuple[str, Any, Any]]:
     return pairs
 
 
-def _attention(step: Step) -> tuple[Tensor, ...]:
+def _attention(call: ComparedCall) -> tuple[Tensor, ...]:
     """The first result of fused attention, by its formula."""
-    given = dict(zip(step.of.names, step.arguments.args, strict=False)) | step.arguments.kwargs
+    given = dict(zip(call.of.names, call.arguments.args, strict=False)) | call.arguments.kwargs
     if given.get("dropout_p"):
         raise NotImplementedError
     out, _ = torch.ops.aten._scaled_dot_product_attention_math(

@@ -26,7 +26,7 @@ import torch
 from openreg_tools import backends
 from openreg_tools.conformance import cuda_dtypes, generate, generated_calls, schemas, sweep, training
 from openreg_tools.conformance.outcomes import Tally
-from openreg_tools.conformance.report import Case, Record, Results
+from openreg_tools.conformance.report import Case, ConformanceReport, Record
 from openreg_tools.conformance.worker import Worker, on_workers
 from openreg_tools.core import child, opinfo, options
 from openreg_tools.core import device as devices
@@ -276,7 +276,7 @@ def _run(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print(f"\nstopped; the same command continues from {path}", file=sys.stderr)
             return 130
-    report = Results(
+    report = ConformanceReport(
         header,
         [earlier[case] for case in cases if case in earlier] + records,
         dtypes,

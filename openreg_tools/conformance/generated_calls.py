@@ -118,11 +118,11 @@ def ends(
         on_cpu = schemas.is_on_cpu(name)
         tried = dict(attempts(len(calls), functools.partial(_try_on_cpu, name, calls))) if on_cpu else {}
         for i, (call, of_call) in enumerate(zip(calls, changes, strict=True)):
-            yield i, Call(name, call, device, of_call, functools.partial(at, i), strict).end(tried.get(i))
+            yield i, GeneratedCall(name, call, device, of_call, functools.partial(at, i), strict).end(tried.get(i))
 
 
 @dataclasses.dataclass
-class Call:
+class GeneratedCall:
     """One call on a device and on the CPU."""
 
     name: str

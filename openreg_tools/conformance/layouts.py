@@ -43,7 +43,7 @@ LAYOUTS = ("permuted", "batch-swapped", "stepped", "expanded")
 
 
 @dataclasses.dataclass
-class Guarded:
+class GuardedTensor:
     """A tensor of some layout in the middle of larger memory."""
 
     view: torch.Tensor
@@ -56,7 +56,7 @@ class Guarded:
         self.address = self.view.data_ptr()
 
     @classmethod
-    def like(cls, tensor: torch.Tensor, layout: str, device: torch.device | str) -> Guarded | None:
+    def like(cls, tensor: torch.Tensor, layout: str, device: torch.device | str) -> GuardedTensor | None:
         """A view with the shape and dtype of `tensor` and this layout, filled with it; None where there is none."""
         strides = strides_of(layout, tensor.shape) if tensor.numel() else None
         if strides is None:
@@ -89,7 +89,7 @@ class Guarded:
 
 
 @dataclasses.dataclass
-class Call:
+class WritingCall:
     """A call that writes to `results`: `function(move, results)` makes it and returns what it returned."""
 
     name: str
@@ -142,9 +142,9 @@ class Call:
             elif comparison.values:
                 comparison.close(wanted, view.cpu(), "value")
 
-    def memory(self, layout: str, device: str) -> tuple[list[Guarded | None], list[torch.Tensor]]:
+    def memory(self, layout: str, device: str) -> tuple[list[GuardedTensor | None], list[torch.Tensor]]:
         """The memory of the results in a layout, with guards where it can have them; and the results in it."""
-        guards = [Guarded.like(t, layout, device) for t in self.templates]
+        guards = [GuardedTensor.like(t, layout, device) for t in self.templates]
         plain = (t.detach().clone().to(device) for t in self.templates)
         return guards, [guard.view if guard else x for guard, x in zip(guards, plain, strict=True)]
 
@@ -223,7 +223,7 @@ class _Forms(TorchDispatchMode):
         return False  # it would import dynamo
 
 
-def _calls(func: Any, out: Any, inplace: Any, args: tuple, kwargs: dict, value: Any) -> Iterator[Call]:
+def _calls(func: Any, out: Any, inplace: Any, args: tuple, kwargs: dict, value: Any) -> Iterator[WritingCall]:
     if out is not None:
         wants = out._schema.arguments[len(func._schema.arguments) :]
         lists = [str(a.type) == "List[Tensor]" for a in wants]
@@ -237,7 +237,7 @@ def _calls(func: Any, out: Any, inplace: Any, args: tuple, kwargs: dict, value: 
             }
             return out(*move(args), **move(kwargs), **outs)
 
-        yield Call(str(out), into, [torch.ones_like(t) for t in tree_leaves(value)])
+        yield WritingCall(str(out), into, [torch.ones_like(t) for t in tree_leaves(value)])
     if inplace is not None and args:
         changed, results = tree_leaves(args[0]), tree_leaves(value)
         same = len(changed) == len(results) and all(
@@ -250,7 +250,7 @@ def _calls(func: Any, out: Any, inplace: Any, args: tuple, kwargs: dict, value: 
                 first = tree_map(lambda _: next(rest), args[0])
                 return inplace(first, *move(args[1:]), **move(kwargs))
 
-            yield Call(str(inplace), over, changed)
+            yield WritingCall(str(inplace), over, changed)
 
 
 # ---- the check ----
@@ -274,7 +274,7 @@ def check(one: OneSample) -> None:
             return one.call(one.op, move, out=results[0] if single else tuple(results))
 
         templates = [torch.ones_like(t) for t in flat]
-        Call(f"{one.op.full_name}(out=)", into, templates, draws=draws.drew).compare(comparison())
+        WritingCall(f"{one.op.full_name}(out=)", into, templates, draws=draws.drew).compare(comparison())
 
     def forward_and_backward(move: Move) -> None:
         outcome = Outcome(one.call(one.op, move), mover=move)

@@ -37,7 +37,7 @@ def _kind(name: str) -> str:
 
 
 @dataclasses.dataclass
-class Results(Report):
+class ConformanceReport(Report):
     """The records of a run, judged."""
 
     header: Record

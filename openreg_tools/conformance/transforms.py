@@ -26,7 +26,7 @@ ALONE = 6  # of the tensors are batched alone, because lists of tensors are long
 ROWS = 8  # elements of each output whose Jacobian is computed
 
 
-class Arguments:
+class SampleTensors:
     """A sample's arguments with the tensors taken out."""
 
     def __init__(self, one: OneSample) -> None:
@@ -103,7 +103,7 @@ class _Vmap:
 
 def _mapped(one: OneSample, check: str, dims: tuple[int | None, ...], function_of: Callable[[Move], Callable]) -> None:
     """Compare torch.vmap of a function of the sample's tensors; also its gradient, if all are batched first."""
-    arguments, over = Arguments(one), _Vmap(dims)
+    arguments, over = SampleTensors(one), _Vmap(dims)
     batched = batch(arguments.tensors, dims)
 
     def call(move: Move) -> Any:
@@ -118,7 +118,7 @@ def _mapped(one: OneSample, check: str, dims: tuple[int | None, ...], function_o
 
 def vmap(one: OneSample) -> None:
     """torch.vmap with each in_dims, of the operator, its in-place form, and the operator's gradient."""
-    arguments = Arguments(one)
+    arguments = SampleTensors(one)
     if not arguments.places:
         return
     for dims in in_dims(arguments.tensors):
@@ -162,7 +162,7 @@ def _derivative(one: OneSample, check: str, transform: Callable[[Callable, tuple
 
     The other tensors are constants that no transform wraps.
     """
-    arguments = Arguments(one)
+    arguments = SampleTensors(one)
     every = arguments.differentiable
     for chosen in dict.fromkeys((every, every[:1], every[-1:])) if every else ():
 
@@ -203,7 +203,7 @@ def jacrev(one: OneSample) -> None:
 
 def vmap_grad(one: OneSample) -> None:
     """Per-sample gradients: torch.vmap of torch.func.grad, with every tensor batched, the first, and all the others."""
-    arguments = Arguments(one)
+    arguments = SampleTensors(one)
     if not arguments.differentiable:
         return
     count = len(arguments.places)
@@ -212,5 +212,5 @@ def vmap_grad(one: OneSample) -> None:
             _mapped(one, "vmap_grad", dims, lambda move: _gradient(arguments, one, move))
 
 
-def _gradient(arguments: Arguments, one: OneSample, move: Move) -> Callable:
+def _gradient(arguments: SampleTensors, one: OneSample, move: Move) -> Callable:
     return torch.func.grad(loss(arguments.function(one.op, move)), arguments.differentiable)

@@ -115,7 +115,7 @@ class Move:
             case list() | tuple():
                 return type(value)(map(self, value))
             case dict():
-                return {key: self(each) for key, each in value.items()}
+                return {key: self(item) for key, item in value.items()}
             case slice():
                 return slice(self(value.start), self(value.stop), self(value.step))
         return value

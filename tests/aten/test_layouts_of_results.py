@@ -50,7 +50,7 @@ def on_the_cpu(call):
 @pytest.mark.parametrize("call", CALLS)
 def test_out(call, layout, mode):
     expected = on_the_cpu(call)
-    made = [layouts.Guarded.like(torch.full_like(t, 7), layout, D) for t in expected]
+    made = [layouts.GuardedTensor.like(torch.full_like(t, 7), layout, D) for t in expected]
     if None in made:
         return  # a matrix has no batch
     outs = tuple(each.view for each in made)
@@ -69,7 +69,7 @@ def test_out(call, layout, mode):
 @pytest.mark.parametrize("name", ["tril_", "triu_"])
 def test_in_place(name, mode):
     for layout in ("permuted", "batch-swapped", "stepped"):
-        made = layouts.Guarded.like(X, layout, D)
+        made = layouts.GuardedTensor.like(X, layout, D)
         assert getattr(made.view, name)() is made.view
         assert torch.equal(made.view.cpu(), getattr(X.clone(), name)()) and made.overrun() is None
 

@@ -16,7 +16,7 @@ from openreg_tools import backends
 from openreg_tools.backends import Known
 from openreg_tools.conformance import command as conformance
 from openreg_tools.conformance import generate, outcomes, sweep
-from openreg_tools.conformance.report import Results
+from openreg_tools.conformance.report import ConformanceReport
 from openreg_tools.conformance.worker import Worker
 from openreg_tools.core import child, opinfo
 from openreg_tools.core.options import Wrong
@@ -119,7 +119,7 @@ def record(failures=(), name="neg", dtype="float32"):
 
 
 def results(*records, **options):
-    return Results({"device": "openreg"}, list(records), {"neg": ["float32"], "abs": ["float32"]}, **options)
+    return ConformanceReport({"device": "openreg"}, list(records), {"neg": ["float32"], "abs": ["float32"]}, **options)
 
 
 def test_the_page_lists_the_options_of_the_run_in_words():

@@ -564,7 +564,7 @@ def test_a_graph_that_returns_less():
 
 
 def test_what_is_written_around_a_result():
-    made = layouts.Guarded.like(torch.zeros(3, 4), "stepped", DEVICE)
+    made = layouts.GuardedTensor.like(torch.zeros(3, 4), "stepped", DEVICE)
     assert made.overrun() is None
     owned = made.owned.nonzero().flatten()
     between = next(i for i in range(int(owned[0]), int(owned[-1])) if not made.owned[i])
@@ -591,7 +591,7 @@ def around(x):
 )
 def test_what_is_written_to_other_layouts(device_side, kind, says):
     tally = outcomes.Tally()
-    made = layouts.Call(
+    made = layouts.WritingCall(
         "made", lambda move, xs: xs[0].fill_(2) if xs[0].is_cpu else device_side(xs[0]), [torch.ones(3, 4)]
     )
     made.compare(outcomes.Comparison(tally, "layouts", 0, DEVICE, True))

@@ -600,8 +600,8 @@ def test_a_read_that_no_guard_shows_ends_the_process():
     unpack, lu = "aten::lu_unpack", torch.rand(5, 5)  # each guard is an invalid pivot
     short, whole = (torch.full((count,), 5, dtype=torch.int32) for count in (1, 5))
     reads_on = torch.__version__ < "2.15"  # which refuses pivots of another shape
-    assert bool(generated_calls.Call(unpack, Sample(lu, short), "openreg").doubt()) is reads_on
-    assert not generated_calls.Call(unpack, Sample(lu, whole), "openreg").doubt()
+    assert bool(generated_calls.GeneratedCall(unpack, Sample(lu, short), "openreg").doubt()) is reads_on
+    assert not generated_calls.GeneratedCall(unpack, Sample(lu, whole), "openreg").doubt()
 
 
 # ---- the parent ----
