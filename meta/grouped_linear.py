@@ -188,7 +188,7 @@ def _(in_dims, x, weights, bias, group_sizes, *, vmap):
     if samples == 0:
         return NotImplemented
     if all(dim is None for dim in (*weight_dims, *bias_dims, sizes_dim)):
-        # The same layers for every sample: its rows go to theirs.
+        # All samples have the same layers, so each layer gets the rows of all samples.
         rows = x.movedim(x_dim, 1).flatten(0, 1)
         sizes = _sizes_of_all("grouped_linear", None, group_sizes, samples, rows.shape[0] // samples)
         y = torch.ops.openreg.grouped_linear(rows, weights, bias, sizes.view(samples, -1).sum(0))

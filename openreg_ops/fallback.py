@@ -103,7 +103,7 @@ def _apply() -> None:
             operator, _, overload = name.partition(".")
             _device_kernels[name] = _has_device_kernel(name)
             _C.route_operator(operator, overload, wanted.get(name, ""))
-            # One by one: if an operator is rejected, those before it are known and can be undone.
+            # Note each operator at once: if a later one is rejected, the earlier ones can be undone.
             if name in wanted:
                 _routed[name] = wanted[name]
             else:

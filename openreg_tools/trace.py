@@ -102,7 +102,7 @@ class Recording(Report):
     # ---- queries ----
 
     def rows(self) -> list[Row]:
-        """By operator, the most time first."""
+        """A row for each operator, the one with the most time first."""
         return _rows(self.calls)
 
     def waits(self) -> list[tuple[str, str, int]]:

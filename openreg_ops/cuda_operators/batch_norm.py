@@ -30,7 +30,7 @@ def _expect_input(op: str, x: Tensor) -> None:
 
 
 def _expect_channels(op: str, input: Tensor, required: dict[str, Tensor], optional: dict[str, Tensor | None]) -> None:
-    """One value for each channel of `input`, in each tensor."""
+    """Raise unless each tensor has one value for each channel of `input`."""
     given = {name: x for name, x in optional.items() if x is not None}
     for name, x in {**required, **given}.items():
         _expect_real(op, name, x)

@@ -62,7 +62,7 @@ class SparseTensorType(TensorType):
 
 
 def _set_default(t: Any) -> None:
-    """As `torch.set_default_tensor_type`, for these types too."""
+    """Do what `torch.set_default_tensor_type` does, for these types too."""
     kind = getattr(torch.cuda, t.rpartition(".")[2], t) if isinstance(t, str) and t.startswith("torch.cuda.") else t
     if isinstance(kind, TensorType):
         torch.set_default_dtype(kind.dtype)

@@ -409,7 +409,7 @@ class MemPool(_C.MemPool):
 
     @property
     def allocator(self) -> None:
-        """None: there is one allocator."""
+        """Always None, because there is one allocator."""
         return None
 
     def use_count(self) -> int:

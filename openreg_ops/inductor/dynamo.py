@@ -55,7 +55,7 @@ class Interface(device_interface.DeviceInterface):
 
 def register_interface() -> None:
     """Register the device with Dynamo."""
-    # Not register_interface_for_device: Dynamo is only half imported, and in 2.15 that function imports more of it.
+    # register_interface_for_device would import more of Dynamo in 2.15, and Dynamo is only half imported here.
     device_interface.device_interfaces[identity.name] = Interface
 
 

@@ -121,7 +121,7 @@ class _Graphed:
         return True
 
     def prepare(self, inputs: list[Any]) -> bool:
-        """Capture a call with these inputs, unless it is the first of its kind. Whether there is a graph now."""
+        """Capture a call with these inputs, unless it is the first of its kind. Returns true if there is a graph."""
         with self.lock, torch.openreg.device(self.device):
             if self.refused or self.is_first(inputs):
                 return False

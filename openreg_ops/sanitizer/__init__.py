@@ -50,7 +50,7 @@ _thread = threading.local()  # .modes, while it is on in the thread
 
 
 def __getattr__(name: str) -> Any:
-    # On demand: torch.cuda._sanitizer, which history.py imports, makes CUDA report every allocation to Python.
+    # Import history.py on demand: its import of torch.cuda._sanitizer makes CUDA report every allocation to Python.
     if name in __all__:
         from openreg_ops.sanitizer import history
 

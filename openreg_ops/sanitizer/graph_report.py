@@ -53,7 +53,7 @@ class HostTensor:
     value: torch.Tensor
 
     def now(self) -> torch.Tensor | None:
-        """Its current value, or None if the tensor is gone."""
+        """The tensor's current value, or None if the tensor is gone."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         if storage is None or (self.offset + 1) * self.value.itemsize > storage.nbytes():
             return None
@@ -77,7 +77,7 @@ class Hyperparameter(NamedTuple):
                     yield cls(weakref.ref(optimizer), index, name, value)
 
     def now(self) -> Any:
-        """Its current value; `value` if the optimizer is gone, or has a tensor there."""
+        """The current number; `value` if the optimizer is gone, or has a tensor there."""
         alive = self.optimizer()
         groups = [] if alive is None else alive.param_groups[self.group :]
         found = groups[0].get(self.name) if groups else None

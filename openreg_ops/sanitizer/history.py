@@ -464,7 +464,7 @@ class CheckedCall:
             if captures.active:
                 captures.host_result(self.func, out, [x for x, _, _ in inputs] if self.traits.reads else [])
             return out
-        in_flight = on_host if self.non_blocking else []  # whether they are is known when the outputs are
+        in_flight = on_host if self.non_blocking else []  # checked when the outputs tell whether the copy waits
         with self.races.lock:
             self.trace = Trace(self.races.caller)
             if self.trace.node is None:

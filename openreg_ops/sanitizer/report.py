@@ -157,7 +157,7 @@ class UnsynchronizedAccessError(csan.UnsynchronizedAccessError):
     """
 
     def __init__(self, memory: Memory, current: Access, previous: Access) -> None:
-        # As it is now: its memory may be freed before the report is read.
+        # Copy the earlier access as it is now: its memory may be freed before the report is read.
         super().__init__(current.span.start, memory.trace, current, copy.copy(previous))
 
     def _remedy(self) -> str:

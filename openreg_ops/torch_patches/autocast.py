@@ -26,7 +26,7 @@ def _device() -> str:
 
 
 def is_autocast_enabled(*arguments: Any, **options: Any) -> bool:
-    """`torch.is_autocast_enabled`. Without a device, whether autocast is on for the device or for CUDA."""
+    """Returns true if autocast is on for a device type; without one, if it is on for the device or for CUDA."""
     if arguments or options:
         return _is_enabled(*arguments, **options)
     return _is_enabled("openreg") or _is_enabled("cuda")

@@ -218,7 +218,7 @@ _nccl_is_available = nccl.is_available
 
 @functools.wraps(_nccl_is_available)
 def is_available(tensors: Sequence[torch.Tensor]) -> bool:
-    """No for the device's tensors, without the warning of a PyTorch that has no NCCL."""
+    """Returns false for the device's tensors, without the warning of a PyTorch that has no NCCL."""
     return not any(tensor.device.type == identity.name for tensor in tensors) and _nccl_is_available(tensors)
 
 

@@ -251,7 +251,7 @@ class Case:
         return [x.detach().requires_grad_(flag) for x, flag in zip(tensors, self.wanted, strict=True)]
 
     def of(self, tensors: Iterable[Any]) -> list[Any]:
-        """Those at the positions of the tensors whose gradient the sample asks for."""
+        """The items at the positions of the tensors whose gradient the sample asks for."""
         return [x for x, flag in zip(tensors, self.wanted, strict=True) if flag]
 
     @property

@@ -15,7 +15,7 @@ from openreg_tools.core.move import is_written
 
 __all__ = ["Facts", "facts", "is_tie"]
 
-# Their results have no content yet, or they only manage memory.
+# The results of these operators have no content yet, or the operators only manage memory.
 UNDEFINED = {
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "_empty_affine_quantized",
     "resize_", "resize_as_", "set_", "_unsafe_view", "_reshape_alias", "record_stream", "is_pinned", "_pin_memory",

@@ -40,7 +40,7 @@ _ABSENT = object()  # in place of a result that the reference does not have
 
 
 class Quiet:
-    """For a tool's own work: modes, autograd and injected faults do not see it."""
+    """In the body, modes, autograd and injected faults do not see the tool's own work."""
 
     def __init__(self, device: str) -> None:
         self._own = backends.of_device(device).own_work

@@ -38,7 +38,7 @@ class Plain(Move):
 
 
 def widened(x: Tensor) -> Tensor:
-    """In a dtype that every operator supports."""
+    """Convert a tensor to a dtype that every operator supports."""
     if x.dtype == torch.complex32:
         return x.to(torch.complex64)
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x

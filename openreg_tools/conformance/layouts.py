@@ -38,7 +38,7 @@ OVERLAP = re.compile(r"single memory location|overlap")
 # ---- views of guarded memory ----
 
 
-# Those of `core.variations` in which a result may be.
+# The layouts of `core.variations` that a result may have.
 LAYOUTS = ("permuted", "batch-swapped", "stepped", "expanded")
 
 

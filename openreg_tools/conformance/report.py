@@ -91,7 +91,7 @@ class ConformanceReport(Report):
 
     @property
     def passed(self) -> bool:
-        """With an earlier run: no regression. Otherwise: no failure, and no known failure that passes."""
+        """True if nothing is worse than in the earlier run; without one, if nothing fails and no known failure passes."""
         if self.against is not None:
             return not self.regressions
         return not any(self.verdict(r) in ("fail", "fixed") for r in self.records)

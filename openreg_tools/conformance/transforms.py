@@ -52,7 +52,7 @@ class SampleTensors:
 
 
 def is_strided(leaf: Any) -> bool:
-    """Also of a tensor that a transform wraps, which has no memory."""
+    """Returns true for a strided tensor, even if a transform wraps it, so that it has no memory."""
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not (leaf.is_nested or leaf.is_quantized)
 
 

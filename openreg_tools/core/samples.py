@@ -45,7 +45,7 @@ class Sample:
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in "float32"."""
+    """The name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 

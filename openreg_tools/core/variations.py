@@ -97,7 +97,7 @@ def expanded(x: Tensor) -> Tensor:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """In channels last, for which a tensor of two or three dimensions gets more."""
+    """The tensor in channels last; one of two or three dimensions gets more dimensions for that."""
     if x.dim() < 2:
         return x
     x = x if x.dim() >= 4 else x.expand(*(2, 3)[: 4 - x.dim()], *x.shape)
@@ -190,7 +190,7 @@ def of_sizes(tensors: Iterable[Tensor], sizes: Mapping[int, int]) -> list[Tensor
 
 
 def _of_size(x: Tensor, dim: int, size: int) -> Tensor:
-    """One dimension becomes longer or shorter; an empty one is filled with ones.
+    """Make one dimension longer or shorter; an empty one is filled with ones.
 
     Integers stay in order, with the first and the last one, because they may be the offsets of rows.
     """
@@ -227,7 +227,7 @@ DTYPES = (
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another dtype; fractions become different integers."""
+    """Convert a tensor to another dtype; fractions become different integers."""
     if x.is_complex() and not dtype.is_complex:
         x = x.real
     if x.is_floating_point() and not (dtype.is_floating_point or dtype.is_complex):

@@ -93,7 +93,7 @@ class Misuses:
         self.counts[misuse] = self.counts[misuse] + count if misuse.test else 1
 
     def pack(self) -> list[list[Any]]:
-        """As plain values, for another process; what is packed is removed here."""
+        """Remove the misuses and return them as plain values, for another process."""
         packed = [[*dataclasses.astuple(misuse), count] for misuse, count in self.counts.items()]
         self.counts.clear()
         return packed

@@ -25,7 +25,7 @@ from openreg_tools.check.checks import (
     writes,
 )
 
-# In the order of the report.
+# All checks, in the order of the report.
 CHECKS: dict[str, Callable[[Case], str | None]] = {
     check.__name__: check
     for check in (

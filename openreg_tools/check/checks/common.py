@@ -64,7 +64,7 @@ def unless_generated(case: Case, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def only_verdicts() -> Iterator[None]:
-    """For inputs that the author did not give: not every operator supports them."""
+    """In the body, only verdicts are raised: an operator need not support inputs that its author did not give."""
     try:
         yield
     except Verdict:

@@ -307,7 +307,7 @@ def _of_leaves(case: Case, tensors: Sequence[Tensor]) -> Callable[..., tuple[Ten
 
 
 def weighted(outs: Iterable[Tensor]) -> Tensor:
-    """One number of all outputs."""
+    """The sum of all outputs, each multiplied by its cotangent."""
     outs = list(outs)
     return sum((out * c).sum() for out, c in zip(outs, cotangents(outs), strict=True))
 

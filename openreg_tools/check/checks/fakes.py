@@ -68,7 +68,7 @@ def run_fake(case: Case, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[
 
 
 def difference(real: Tensor, fake: Tensor, memory: bool) -> tuple[str, Any, Any] | None:
-    """In what an output and a fake one differ, and what each has. The fake kernel cannot know sizes that depend on data.
+    """The first property in which an output and its fake differ, with both values. The fake kernel cannot know sizes that depend on data.
 
     Args:
         memory: whether to compare device, layout and strides too.
@@ -297,7 +297,7 @@ class _Symbolic:
                 found = self.mode.shape_env.replacements.get(symbol) if symbol is not None else None
                 if found is None or not found.is_number:
                     continue
-                # Not if it accepts no other size, or if the size is the number of outputs.
+                # An operator may accept no other size, or the size may be the number of outputs.
                 with contextlib.suppress(Exception):
                     other = of_sizes(case.fresh(), {x.shape[d]: x.shape[d] + 1})
                     if len(case.results(other).outs) == len(case.expected):

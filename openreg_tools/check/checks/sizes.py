@@ -74,7 +74,7 @@ class _Forward:
 
 
 class _Backward(_Forward):
-    """Its gradients, as a function of its inputs and the gradients of its outputs."""
+    """An operator's gradients, as a function of its inputs and the gradients of its outputs."""
 
     what = "gradient"
 
@@ -200,7 +200,7 @@ class _Rules:
             and (has_numbers(out) or not any(map(has_numbers, aligned.inputs)))
             for changed, out in zip(aligned.of_all(), aligned.outs, strict=True)
         ]
-        self.inward = False  # whether it reads only its inputs
+        self.inward = False  # whether the function reads only its inputs
         with contextlib.suppress(Exception):
             self.inward = not differs(call([offset(x) for x in aligned.inputs]), aligned.outs)
 

@@ -281,7 +281,7 @@ def autocast(case: Case) -> str | None:
                     "give the backward the dtypes that the forward computed in; an autocast kernel that casts before "
                     "autograd does so",
                 )
-        # The same values in float32; integers, such as indices, may depend on the rounding.
+        # Call with the same values in float32. Skip integers, such as indices, which may depend on the rounding.
         wide = case.outputs([x.to(case.leaves[i].dtype) if i in mix else x for i, x in enumerate(tensors)])
         got, expected = (list(filter(has_numbers, found)) for found in (outs, wide))
         case.expect(

@@ -185,17 +185,17 @@ def _returned(case: Case, outs: Sequence[Tensor]) -> list[Any]:
 
 
 def storage_of(x: Tensor) -> int | None:
-    """What tells memory apart; None if the tensor has none."""
+    """A number that identifies the tensor's memory; None if the tensor has no memory."""
     return x.untyped_storage()._cdata if x.layout == torch.strided and x.numel() else None
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """A copy of every byte of its storage, including the gaps between and around its elements."""
+    """A copy of every byte of a tensor's storage, including the gaps between and around its elements."""
     return (view_of_bytes(x) if is_plain(x) else x.detach().to_dense().view(-1).view(torch.uint8)).cpu().clone()
 
 
 def _own_bytes(x: Tensor) -> Tensor:
-    """Which of these bytes belong to its elements."""
+    """Which bytes of a tensor's storage belong to its elements."""
     if not is_plain(x):
         return torch.ones_like(_bytes_of(x), dtype=torch.bool)
     own, size = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool), x.element_size()
@@ -205,6 +205,6 @@ def _own_bytes(x: Tensor) -> Tensor:
 
 
 def _changed(x: Tensor, before: Tensor) -> Tensor:
-    """Which of its bytes differ from those before; all, if the storage was resized."""
+    """Which bytes of a tensor's storage differ from `before`; all, if the storage was resized."""
     after = _bytes_of(x)
     return after != before if after.shape == before.shape else torch.ones_like(before, dtype=torch.bool)

@@ -36,7 +36,7 @@ class Interface(device_interface.DeviceInterface):
     get_raw_stream = staticmethod(lambda index: device.current_stream(index).native_handle)
 
     class Worker:
-        """For Inductor's compile processes, which do not use the device."""
+        """The methods that Inductor's compile processes call; these processes do not use the device."""
 
 
 for name in "is_available device_count synchronize stream current_stream set_stream memory_allocated".split():
