@@ -76,7 +76,7 @@ class Explanation(Report):
         if self.calls or self.outcome:
             yield Section("", [Lines(self.trace()), Text(f"It {self.outcome}.")])
 
-    def _ordered(self) -> list[tuple[str, Step]]:
+    def _ordered(self) -> list[tuple[str, DispatchStep]]:
         """Every key in the dispatcher's order, with the number of the ones that run."""
         order = {key: i for i, key in enumerate(reversed([*dispatch.kernels(self.operator)]))}
         numbers = {id(s): str(i) for i, s in enumerate(self.steps, 1)}

@@ -124,7 +124,7 @@ def results(*records, **options):
 
 def test_the_page_lists_the_options_of_the_run_in_words():
     header = {"device": "openreg", "checks": ["forward", "out"]}
-    page = Results(header, [record()], {"neg": ["float32"]}).html()
+    page = ConformanceReport(header, [record()], {"neg": ["float32"]}).html()
     assert "checks: forward out" in page and "['" not in page and "&#x27;" not in page and "None" not in page
 
 
