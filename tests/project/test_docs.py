@@ -94,14 +94,29 @@ def blocks():
 
 
 def named(page, block=""):
-    """The files of a page: blocks that begin with their name. Of a file with several versions, the one before `block`."""
-    files, later = {}, False
-    for where, _, _, text in blocks():
-        if where == page and (match := re.match(r"(?:#|//) ([\w/]+\.\w+)\n", text)):
-            if not later or match[1] not in files:
-                files[match[1]] = text
-        later |= (where, text) == (page, block)
+    """The files of a page as they are at `block`: blocks that begin with their name, changed by the diffs before it."""
+    files, past = {}, False
+    for where, _, language, text in blocks():
+        if where != page:
+            continue
+        past |= text == block
+        if match := re.match(r"(?:#|//) ([\w/]+\.\w+)\n", text):
+            files.setdefault(match[1], text)
+        elif language == "diff" and not past:
+            files |= changed(files, text)
     return files
+
+
+def changed(files, diff):
+    """The file that a diff names, with its hunks applied; each finds its place by its lines alone."""
+    name, *hunks = re.split(r"^@@\n", diff.removeprefix("--- "), flags=re.M)
+    name = name.split()[0]
+    for hunk in hunks:
+        lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] != sign) for sign in "+-")
+        assert files[name].count(old) == 1, f"{name} has these lines not once: {old}"
+        files = files | {name: files[name].replace(old, new)}
+    return {name: files[name]}
 
 
 def run(language):
@@ -149,7 +164,7 @@ def test_a_command_prints_what_the_page_shows(page, heading, shown, folder):
         (folder / name).write_text(text)
     command, _, expected = shown.removeprefix("$ ").partition("\n")
     words = shlex.split(command)
-    words = words[1:] if words[0] == "python" else ["-m", *words]
+    words = words[1:] if words[0] == "python" else ["-m", words[0].replace("-", "_"), *words[1:]]
     words = [sys.executable, "-P", *words]  # a new process, as pytest warns where its plugin is imported already
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
     plain = lambda text: [re.sub(r" in [\d.]+s$", "", line) for line in text.splitlines()]  # noqa: E731
