@@ -21,9 +21,11 @@ def no_group():
 
 
 @ALL
-def test_the_sanitizer_names_the_line(report):
-    assert report.sanitized(False) == report.race
-    assert report.sanitized(True) is None
+@pytest.mark.parametrize("mode", ["inline", "async", "sync"])
+def test_the_sanitizer_names_the_line(report, mode):
+    with torch.openreg.launch_mode(mode):
+        assert report.sanitized(False) == report.race
+        assert report.sanitized(True) is None
 
 
 @ALL
