@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-Call = Callable[[], Any]
+Timed = Callable[[], Any]  # what is timed
 BATCH = 2e-3  # seconds that one batch of calls takes, at least one call
 LEAST = 6  # the smallest sample whose full range is a 95 % interval of its median
 PATIENCE = 20.0  # seconds: a round that takes longer is the only one
@@ -61,7 +61,7 @@ def settle() -> None:
     torch.accelerator.synchronize()
 
 
-def batch_of(call: Call) -> int:
+def batch_of(call: Timed) -> int:
     """How many calls take BATCH seconds."""
     timer = timeit.Timer(call)
     if timer.timeit(1) > BATCH:
@@ -70,7 +70,7 @@ def batch_of(call: Call) -> int:
 
 
 def alternate(
-    calls: Sequence[Call], rounds: int, seconds: float = math.inf, number: int | None = None
+    calls: Sequence[Timed], rounds: int, seconds: float = math.inf, number: int | None = None
 ) -> list[list[float]]:
     """Seconds of each call in each round, in batches of `number` calls. The batches alternate, and so does their order.
 
@@ -100,7 +100,7 @@ def alternate(
     return times
 
 
-def compare(cpu: Call, device: Call, rounds: int, seconds: float = math.inf) -> Speeds:
+def compare(cpu: Timed, device: Timed, rounds: int, seconds: float = math.inf) -> Speeds:
     """Compare a call on the CPU and one on the device."""
     return compared(*alternate([cpu, device], rounds, seconds))
 

@@ -54,7 +54,7 @@ def main() -> int:
         program = build(Path(directory, "run_package"))
         # The embedded interpreter finds what this one finds, including an editable install, which is not on any path.
         found = [str(Path(openreg_ops.__file__).parents[1]), *sys.path]
-        path = os.pathsep.join(each for each in found if each)
+        path = os.pathsep.join(folder for folder in found if folder)
         return subprocess.run([str(program), str(package)], env={**os.environ, "PYTHONPATH": path}).returncode
 
 

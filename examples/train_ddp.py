@@ -65,7 +65,7 @@ def main() -> int:
         alone = train(make_model(), data)
         difference = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
         status = int(difference > TOLERANCE)
-        backends = dict(each.split(":") for each in dist.get_backend_config().split(","))  # of each kind of device
+        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # of each kind of device
         print(f"{size} processes, backend {backends['openreg']}, {steps} steps of a batch of {BATCH}")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; one process: {alone[0]:.4f} -> {alone[-1]:.4f}")
         print(f"largest difference {difference:.1e} ({'within' if not status else 'MORE THAN'} rounding)")

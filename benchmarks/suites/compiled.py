@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from report import Figure, figure
-from timing import LEAST, Call, Speeds, compare, compared, settle
+from timing import LEAST, Speeds, Timed, compare, compared, settle
 from torch.nn import functional as F
 
 import openreg_ops
@@ -25,10 +25,10 @@ ROW = 1024  # 1M elements are 1024 rows of 1024
 MATRIX = (ROW, ROW)
 
 
-def function(body: Callable[..., Any], *shapes: tuple[int, ...]) -> Callable[[str], Call]:
+def function(body: Callable[..., Any], *shapes: tuple[int, ...]) -> Callable[[str], Timed]:
     """Calls of a compiled function on random arguments."""
 
-    def make(device: str) -> Call:
+    def make(device: str) -> Timed:
         torch.manual_seed(0)
         arguments = [torch.randn(shape).to(device) for shape in shapes]
         graph = torch.compile(body, fullgraph=True)
@@ -37,12 +37,12 @@ def function(body: Callable[..., Any], *shapes: tuple[int, ...]) -> Callable[[st
     return make
 
 
-def step_of(model: Callable[[], Any]) -> Callable[[str], Call]:
+def step_of(model: Callable[[], Any]) -> Callable[[str], Timed]:
     return lambda device: training(model, device, torch.compile)
 
 
 # name: (what is timed on a device, the largest ratio to reach)
-GRAPHS: dict[str, tuple[Callable[[str], Call], float]] = {
+GRAPHS: dict[str, tuple[Callable[[str], Timed], float]] = {
     "pointwise-1k": (function(lambda x, y: (x * y + 1).relu().tanh() * 2 - y, (1000,), (1000,)), 1.3),
     "pointwise": (function(lambda x, y: (x * y + 1).relu() * 2 - y, MATRIX, MATRIX), 1.05),
     "softmax": (function(lambda x: torch.softmax(x, -1), MATRIX), 1.05),
@@ -128,7 +128,7 @@ def decomposition(
     wanted = [x for x in arguments if x.requires_grad]
     default = set(inductor.decompositions)
 
-    def make(decomposed: bool) -> Call:
+    def make(decomposed: bool) -> Timed:
         inductor.decompositions = default | {name} if decomposed else default - {name}
         # A separate code object, because Dynamo keys graphs by a function's code.
         copy = types.FunctionType(body.__code__.replace(), body.__globals__, argdefs=body.__defaults__)

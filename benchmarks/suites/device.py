@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 from report import Figure, figure, seconds
-from timing import LEAST, Call, compare, compared
+from timing import LEAST, Timed, compare, compared
 from torch.nn import functional as F
 
 from suites.models import mlp, training
@@ -21,18 +21,18 @@ MEANS = {", 64": 0.95, ", 1M": 1.05}
 STEP, IMPORT = 1.05, 1.1  # targets
 
 
-def custom_abs(x: torch.Tensor) -> Call:
+def custom_abs(x: torch.Tensor) -> Timed:
     """The CPU's side is torch.abs: custom_abs on the CPU runs the reference, which is not a fair comparison."""
     return (lambda: torch.abs(x)) if x.device.type == "cpu" else (lambda: torch.ops.openreg.custom_abs(x))
 
 
-def layer_norm(x: torch.Tensor) -> Call:
+def layer_norm(x: torch.Tensor) -> Timed:
     weight, shape = x[0].clone(), x.shape[1:]
     return lambda: F.layer_norm(x, shape, weight, weight)
 
 
 # Each takes an [n, n] tensor and returns the call to time.
-OPERATORS: dict[str, Callable[[torch.Tensor], Call]] = {
+OPERATORS: dict[str, Callable[[torch.Tensor], Timed]] = {
     "add": lambda x: lambda: x + x,
     "mul": lambda x: lambda: x * x,
     "relu": lambda x: lambda: torch.relu(x),

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from report import Figure, figure, seconds
-from timing import Call, compare
+from timing import Timed, compare
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,7 +17,7 @@ from suites.models import demo
 NODES = 1000
 
 
-def chain(device: str) -> Call:
+def chain(device: str) -> Timed:
     """100 operators of 64 elements: mul, add, relu and tanh in turn."""
     x = torch.ones(64, device=device)
 
@@ -30,7 +30,7 @@ def chain(device: str) -> Call:
     return call
 
 
-def mlp(device: str) -> Call:
+def mlp(device: str) -> Timed:
     """A training step of an MLP of width 64 at batch 16, with AdamW."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(device)
@@ -47,14 +47,14 @@ def mlp(device: str) -> Call:
     return step
 
 
-def transformer(device: str) -> Call:
+def transformer(device: str) -> Timed:
     """The step of `make demo`, the loss left on the device."""
     run, tokens = demo(device, captured=device != "cpu")
     tokens = tokens.to(device)
     return lambda: run.train(tokens)
 
 
-def single(device: str) -> Call:
+def single(device: str) -> Timed:
     """NODES operators on one element."""
     x = torch.ones(1, device=device)
 
@@ -66,7 +66,7 @@ def single(device: str) -> Call:
 
 
 # name: (the call, the largest ratio to reach)
-CALLS: dict[str, tuple[Callable[[str], Call], float]] = {
+CALLS: dict[str, tuple[Callable[[str], Timed], float]] = {
     "chain": (chain, 0.3),
     "mlp-step": (mlp, 0.5),
     "transformer-step": (transformer, 0.9),

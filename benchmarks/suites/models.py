@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Call
+from timing import Timed
 from torch import nn
 from torch.nn import functional as F
 
@@ -77,7 +77,7 @@ def transformer() -> Model:
     return Transformer(), torch.randint(96, (8, 64)), torch.randint(96, (8, 64))
 
 
-def training(make: Callable[[], Model], device: str, wrap: Callable[[Any], Any] = lambda call: call) -> Call:
+def training(make: Callable[[], Model], device: str, wrap: Callable[[Any], Any] = lambda call: call) -> Timed:
     """A step: forward, cross entropy, backward and SGD. `wrap` may compile the forward and the update."""
     torch.manual_seed(0)
     model, x, target = (part.to(device) for part in make())

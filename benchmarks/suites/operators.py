@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from report import Figure, figure, plural
-from timing import Call, alternate, compared
+from timing import Timed, alternate, compared
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -238,7 +238,7 @@ def on_device(inputs: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x.to("openreg"), inputs)
 
 
-def training(function: Callable[..., Any], inputs: Sequence[Any]) -> Call:
+def training(function: Callable[..., Any], inputs: Sequence[Any]) -> Timed:
     """The call that runs `function` forward and backward, with a gradient for every floating-point input."""
     inputs = [
         x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x  # a table needs no gradient
@@ -251,7 +251,7 @@ def training(function: Callable[..., Any], inputs: Sequence[Any]) -> Call:
     return lambda: torch.autograd.grad(pytree.tree_leaves(function(*inputs)), wanted, cotangents)
 
 
-def inference(function: Callable[..., Any], inputs: Sequence[Any]) -> Call:
+def inference(function: Callable[..., Any], inputs: Sequence[Any]) -> Timed:
     return torch.no_grad()(partial(function, *inputs))
 
 
@@ -262,7 +262,7 @@ def modes(case: Operator) -> list[str]:
     return ["forward"] if case.backward_bytes is None else list(MODES)
 
 
-def peak(call: Call) -> int:
+def peak(call: Timed) -> int:
     """Bytes that a call adds to the allocated memory, at its peak."""
     gc.collect()
     before = torch.openreg.memory_allocated()
@@ -295,7 +295,7 @@ def against_eager(case: Operator, options: argparse.Namespace) -> Iterator[Figur
 # ---- against the fastest alternative ----
 
 
-def contenders(case: Operator, make: Callable[..., Call], inputs: Sequence[Any]) -> tuple[dict[str, Call], list[str]]:
+def contenders(case: Operator, make: Callable[..., Timed], inputs: Sequence[Any]) -> tuple[dict[str, Timed], list[str]]:
     """The calls of what a CPU user would write that work, and why others do not."""
     torch._dynamo.reset()
     functions = {"eager": case.eager, "fused": case.fused}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from report import Figure, figure, plural
-from timing import LEAST, Call, Speeds, alternate, compare, compared
+from timing import LEAST, Speeds, Timed, alternate, compare, compared
 from torch import nn
 from torch.nn import functional as F
 
@@ -30,34 +30,34 @@ MEMORY = 1.2  # target: of the CPU's bytes of a tensor
 WARM_UP = 20  # rounds until the allocators and the connections have settled
 
 
-def add(device: str, n: int) -> Call:
+def add(device: str, n: int) -> Timed:
     x = torch.ones(n, device=device)
     return lambda: x + x
 
 
-def matmul(device: str, n: int) -> Call:
+def matmul(device: str, n: int) -> Timed:
     x = torch.ones(n, n, device=device)
     return lambda: x @ x
 
 
-def attention(device: str, n: int) -> Call:
+def attention(device: str, n: int) -> Timed:
     q = torch.ones(1, 4, n, 64, device=device)
     return lambda: F.scaled_dot_product_attention(q, q, q)
 
 
-def step(device: str, n: int) -> Call:
+def step(device: str, n: int) -> Timed:
     """A training step of an MLP of width 64; n is the batch."""
     net = lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))  # noqa: E731
     return training(lambda: (net(), torch.randn(n, 64), torch.randint(10, (n,))), device)
 
 
-def all_reduce(device: str, n: int) -> Call:
+def all_reduce(device: str, n: int) -> Timed:
     x = torch.zeros(n, device=device)
     return lambda: dist.all_reduce(x)
 
 
 # name: (the call, sizes of one process, what a size is)
-CALLS: dict[str, tuple[Callable[[str, int], Call], Sequence[int], str]] = {
+CALLS: dict[str, tuple[Callable[[str, int], Timed], Sequence[int], str]] = {
     "add": (add, (1_000, 10_000, 100_000, 1_000_000), "elements"),
     "matmul": (matmul, (32, 70, 150, 320), "rows and columns"),
     "attention": (attention, (32, 100, 320, 1024), "tokens"),

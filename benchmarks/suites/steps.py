@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from report import Figure, figure
-from timing import Call, compare
+from timing import Timed, compare
 
 from suites.models import demo, lstm, mlp, resnet_block, training
 
@@ -16,14 +16,14 @@ SEPARATE = True  # a step's time on the CPU depends on how malloc has divided it
 WARM_UP = 2.0  # seconds of steps before the first that counts: in the first hundreds, malloc has not settled yet
 
 
-def transformer(device: str) -> Call:
+def transformer(device: str) -> Timed:
     """The model, the batch and the optimizer of `make demo`."""
     run, tokens = demo(device)
     return lambda: run.step(tokens)
 
 
 # name: (a step on a device, the largest ratio to reach)
-STEPS: dict[str, tuple[Callable[[str], Call], float]] = {
+STEPS: dict[str, tuple[Callable[[str], Timed], float]] = {
     "mlp": (partial(training, partial(mlp, 64)), 0.97),
     "transformer": (transformer, 0.85),
     "lstm": (partial(training, lstm), 1.0),

@@ -22,7 +22,7 @@ def inline(text: str) -> str:
             parts[i] = f"``{part.strip('`')}``" + ("\\ " if re.match(r"\w", after) else "")
         else:
             words = re.split(r"((?<![\w*])\*\w[\w ]*\*(?![\w*]))", part)  # *emphasis* stays
-            words[::2] = [re.sub(r"([*|])|(?<=\w)_(?!\w)", lambda m: "\\" + m[0], each) for each in words[::2]]
+            words[::2] = [re.sub(r"([*|])|(?<=\w)_(?!\w)", lambda m: "\\" + m[0], word) for word in words[::2]]
             parts[i] = "".join(words)
     return "".join(parts)
 

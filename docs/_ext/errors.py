@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +76,7 @@ def of_cpp(text: str) -> Iterator[tuple[str, int]]:
         arguments = _arguments(text, match.end())
         condition = 2 if match[1] == "TORCH_CHECK_WITH" else 1
         words = arguments[condition:] if match[1].startswith("TORCH") else arguments
-        sentence = "".join(_literal(each) for each in words)
+        sentence = "".join(_literal(word) for word in words)
         yield sentence, text.count("\n", 0, match.start()) + 1
 
 
@@ -118,7 +119,7 @@ def collect(root: Path) -> list[Error]:
         if name.startswith("openreg_tools/conformance"):
             continue
         read = of_python if path.suffix == ".py" else of_cpp
-        for sentence, line in sorted(read(path.read_text()), key=lambda each: each[1]):
+        for sentence, line in sorted(read(path.read_text()), key=operator.itemgetter(1)):
             sentence = re.sub(rf"{HOLE}+", HOLE, " ".join(sentence.split()))
             if (
                 len(re.findall(r"[A-Za-z]{2,}", sentence)) < 3

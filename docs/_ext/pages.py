@@ -152,7 +152,7 @@ def purpose(path: Path) -> str:
             lines.append(line.lstrip("/* "))
         words = " ".join(lines)
     sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", " ".join(words.split()))
-    return next((each for each in sentences if not each.startswith("See ")), "")
+    return next((sentence for sentence in sentences if not sentence.startswith("See ")), "")
 
 
 def source_page(root: Path) -> str:
@@ -193,7 +193,7 @@ def _rows(actions: list[argparse.Action]) -> list[str]:
         if action.choices and not action.metavar:
             value = "{" + ",".join(map(str, action.choices)) + "}"
         takes = "" if action.nargs == 0 else f" {value}" + (" …" if action.nargs in ("*", "+") else "")
-        name = ", ".join(f"`{each}{takes}`" for each in action.option_strings) or f"`{value}`"
+        name = ", ".join(f"`{option}{takes}`" for option in action.option_strings) or f"`{value}`"
         default = action.default if action.default not in (None, False, argparse.SUPPRESS, []) else ""
         words = (action.help or "") % {**vars(action), "prog": "openreg-tools"} if action.help else ""
         words, said, rest = words.partition(" (default ")  # the column says it

@@ -29,7 +29,7 @@ def link_notes(app: Any, name: str, source: list[str]) -> None:
         return
     page = "../" * name.count("/") + "notes.md"
     parts = re.split(r"(^```.*?^```|`[^`\n]+`)", source[0], flags=re.M | re.S)
-    parts[::2] = [re.sub(r"\bNote \[([^\]]+)\](?!\()", rf"[Note \\[\1\\]]({page}#", each) for each in parts[::2]]
+    parts[::2] = [re.sub(r"\bNote \[([^\]]+)\](?!\()", rf"[Note \\[\1\\]]({page}#", part) for part in parts[::2]]
     text = "".join(parts)
     source[0] = re.sub(
         r"\[Note \\\[([^\]]+)\\\]\]\((\S+)#", lambda m: f"[Note \\[{m[1]}\\]]({m[2]}#{slug(m[1])})", text
