@@ -22,6 +22,7 @@ from openreg_ops import _C
 from openreg_ops.schedules.report import RETURN, Action, OrderExplanation, Step, heading, pieces, raises
 from openreg_ops.schedules.results import difference_of, values_of
 from openreg_ops.schedules.state import Ranks, State, alone, without_collector
+from openreg_tools.core.timeline import TimelineRow
 
 __all__ = ["Difference", "ScheduleError", "Schedules", "schedules"]
 
@@ -77,6 +78,7 @@ class Difference:
     missing: str  #: the wait that is missing, as far as the order shows it
     late: list[str] = field(default_factory=list)  #: the names of the work that is late in it
     orders: int = 0  #: orders that were run to find it
+    rows: list[list[TimelineRow]] = field(default_factory=list, repr=False)  #: by rank, the order as a timeline
 
     def __str__(self) -> str:
         return "\n".join([self.what, *self.order, self.missing])
@@ -102,6 +104,12 @@ class Schedules:
         """Raise `ScheduleError`, with the report, if an order made a difference."""
         if not self.passed:
             raise ScheduleError("\n" + str(self))
+
+    def html(self) -> str:
+        """The report as one HTML page, with a timeline of the order that gives a different result."""
+        from openreg_ops.schedules.page import SchedulesPage
+
+        return SchedulesPage(self).html()
 
     def __enter__(self) -> Schedules:
         return self
@@ -158,7 +166,7 @@ def schedules(
         seeds: how many orders to run, or which seeds.
         rtol, atol: how much floating-point results may differ; 0 by default.
     Returns:
-        The report, with `difference`, `passed` and `raise_if_failed()`.
+        The report, with `difference`, `passed`, `html()` and `raise_if_failed()`.
     Raises:
         TypeError: `program` cannot be called.
         ValueError: `seeds` names no order, `rtol` or `atol` is no finite number, the program queues no work, or it gives
@@ -346,12 +354,13 @@ class Exploration:
             [exception.late.item for exception in own],
             {exception.late.item for exception in own if exception in at_host},
         )
-        parts = self.ranks.gather((told.order(), told.missing(races) if own else "", told.names()))
+        parts = self.ranks.gather((told.order(), told.missing(races) if own else "", told.names(), told.rows()))
         order = [heading(sum(action.what == "launch" for log in self.logs for action in log), len(exceptions))]
-        for rank, (lines, _, _) in enumerate(parts):
+        for rank, (lines, *_) in enumerate(parts):
             order += [f"  on rank {rank}:"] * (self.ranks.size > 1 and bool(lines)) + lines
-        missing = next((text for _, text, _ in parts if text), told.missing(races))
-        return Difference(seed, what, order, missing, [name for _, _, names in parts for name in names])
+        missing = next((text for _, text, *_ in parts if text), told.missing(races))
+        late = [name for _, _, names, _ in parts for name in names]
+        return Difference(seed, what, order, missing, late, rows=[rows for *_, rows in parts])
 
     def fails(self, exceptions: Sequence[Deviation]) -> bool:
         outcome = self.one(exceptions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from openreg_ops.identity import identity
+from openreg_tools.core.timeline import TimelineRow
 
 __all__ = ["RETURN", "Action", "OrderExplanation", "Step", "heading", "pieces", "plain", "raises"]
 
@@ -111,6 +112,26 @@ class OrderExplanation:
             lines += [f"  late: {self.work(item)}", f"        {then}"]
         return lines
 
+    def rows(self) -> list[TimelineRow]:
+        """The order, step by step."""
+        devices = len({action.stream[0] for action in self.log if action.what == "run"}) > 1
+        launched = {action.step: i for i, action in enumerate(self.log) if action.what == "launch"}
+        late, early = {item.step for item in self.late}, set[int]()
+        for item in self.late:
+            behind = self.behind(item)
+            too_early = behind.step if behind else self.between(item)[1].step
+            early |= {
+                i for i, action in enumerate(self.log)
+                if action.step == too_early and (action.what == "run") == (behind is not None)
+            }  # fmt: skip
+        return [
+            TimelineRow(
+                _lane(action, devices), _did(action), action.where, launched.get(action.step, -1) if action.what == "run" else -1,
+                "fail" if action.step in late else "warn" if i in early else "",
+            )
+            for i, action in enumerate(self.log)
+        ]  # fmt: skip
+
     def host_did(self, item: Action) -> str:
         before, after = self.between(item)
         if self.returned(after):
@@ -153,6 +174,20 @@ class OrderExplanation:
             f"the host does not wait for {late}. Before it uses the result, call synchronize() on {late}, or on an event "
             f"recorded there after {item.where}"
         )
+
+
+def _lane(action: Action, devices: bool) -> str:
+    if action.what != "run":
+        return {0: "host", -1: "other threads"}.get(action.step.thread, f"thread {action.step.thread}")
+    device, id = action.stream
+    name = "collectives" if id == COLLECTIVES else f"stream {id}" if id else "default stream"
+    return f"{name} of {device}" if devices else name
+
+
+def _did(action: Action) -> str:
+    """What the host or the stream does."""
+    names = {RETURN: "program returns", "end": "result is read"}
+    return names.get(action.name, action.name) if action.what in ("wait", "query") else action.name
 
 
 def _at(access: Any, places: list[str]) -> str | None:

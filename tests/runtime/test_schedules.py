@@ -39,6 +39,34 @@ def found(program, *args, seeds=50):
     return report.difference
 
 
+# ---- the page ----
+
+
+def use_on_another_stream():
+    return PROGRAMS["use_on_another_stream"](False)
+
+
+def test_the_page_draws_the_order():
+    report = schedules(use_on_another_stream, seeds=50)
+    (rows,) = report.difference.rows
+    late = [row for row in rows if row.style == "fail"]
+    assert [row.launched >= 0 for row in late] == [False, True], "the launch, then the work"
+    early = next(row for row in rows if row.style == "warn")
+    assert rows.index(late[0]) < rows.index(early) < rows.index(late[1]) and rows.index(late[0]) == late[1].launched
+    assert early.lane in ("stream 1", "default stream") and early.lane != late[1].lane and late[0].lane == "host"
+    page = report.html()
+    order = ['<p class="verdict fail">The result depends on the order', "Missing: ", "<figcaption>The order of seed",
+             ">time</text>", ">host</text>", "The order in words", "To run this order again"]  # fmt: skip
+    assert sorted(order, key=page.index) == order
+    assert page.count('class="link fail"') == 1 and not re.search(r"None|\[&#x27;|Step\(|Row\(", page)
+
+
+def test_the_page_of_a_program_whose_orders_agree():
+    page = schedules(lambda: torch.ones(4, device=DEVICE) + 1, seeds=3).html()
+    assert '<p class="verdict pass">schedules: 3 orders of 2 pieces of work give the same result</p>' in page
+    assert "<svg" not in page and "3 of 3 orders ran" in page
+
+
 # ---- the programs ----
 
 # What is late in the order that differs, and the missing wait, of some programs. A program's first stream is number 1.

@@ -14,6 +14,7 @@ from openreg_tools.core.blocks import Box, Cell, Lines, PageOnly, Section, Table
 from openreg_tools.core.chart import WIDTH, Bar, bars
 from openreg_tools.core.options import Wrong
 from openreg_tools.core.report import Progress, Report, write, write_file
+from openreg_tools.core.timeline import TimelineRow, timeline
 
 HOSTILE = "</script><script>document.title='run'</script>\"'><img src=x onerror=alert(1)>&amp;<!-- größe 名前 \u2028"
 
@@ -171,6 +172,30 @@ def test_a_chart_has_a_title_an_axis_and_its_values():
     limits = [float(attributes["x1"]) for _, attributes in found if attributes["class"] == "limit"]
     assert len(limits) == 2 and limits[0] < lengths[0]
     assert bars("t", "a", [Bar("none", 0.0)]).html == "" and bars("t", "a", [Bar("tiny", 1e-30)]).html
+
+
+def test_a_timeline_has_lanes_lines_and_what_happens_in_them():
+    events = [
+        TimelineRow("host", HOSTILE, "a.py:1"),
+        TimelineRow("stream", "add", launched=0, style="fail"),
+        TimelineRow("host", "end"),
+    ]
+    text = timeline("The <order>", events).html
+    found = Elements(text)
+    assert found.text("figcaption") == "The <order>" and ("script", {}) not in found.found
+    assert [attributes["class"] for tag, attributes in found.found if tag == "rect"] == [
+        "event host", "event fail", "event host"
+    ]  # fmt: skip
+    words = [words for tag, words in found.texts if tag == "text"]
+    assert words[:3] == ["time", "host", "stream"] and "a.py:1" in words and text.count('class="link fail"') == 1
+    width = int(next(attributes for tag, attributes in found.found if tag == "svg")["width"])
+    assert width < 340, "it fits a screen of 390 pixels"
+
+
+def test_a_long_timeline_shows_what_is_near_the_mark():
+    events = [TimelineRow("host", f"step {i}", style="warn" if i == 50 else "") for i in range(100)]
+    words = [words for tag, words in Elements(timeline("t", events).html).texts if tag == "text"]
+    assert words[2:] == [*(f"step {i}" for i in range(46, 55)), "… 46 steps", "… 45 steps"]
 
 
 def test_facts_and_legend():
