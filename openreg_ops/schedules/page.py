@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,6 @@ from openreg_tools.core.blocks import Block, Lines, PageOnly, Section, Text, cou
 from openreg_tools.core.page import legend
 from openreg_tools.core.report import Report
 from openreg_tools.core.timeline import TimelineRow, timeline
-
-if TYPE_CHECKING:
-    from openreg_ops.schedules.explore import Schedules
 
 __all__ = ["SchedulesPage", "drawings"]
 
@@ -27,7 +24,7 @@ LATE, EARLY = "runs as late as the waits allow", "happens before the late work h
 class SchedulesPage(Report):
     """The page of one call of `schedules`."""
 
-    found: Schedules
+    found: Any  # explore.Schedules, which imports this module
     title = "orders of streams"
 
     @property
@@ -55,7 +52,7 @@ class SchedulesPage(Report):
         return dataclasses.asdict(self.found)
 
 
-def drawings(found: Schedules) -> list[PageOnly]:
+def drawings(found: Any) -> list[PageOnly]:
     """A timeline for each rank of the order that gives a different result, and what its colors mean."""
     drawn = []
     for rank, rows in enumerate(found.difference.rows if found.difference else ()):
