@@ -1,4 +1,4 @@
-"""Every block of code in README.md and docs/ runs: unchanged, or after the SETUP of a fragment.
+"""Every block of code in README.md and docs/ runs alone, beside the files that its page names.
 
 Pages in ELSEWHERE have a test of their own. So have the examples of the checks in docs/checker.md, in
 tests/tools/test_checker_page.py. tests/clients/test_docs.py runs "Training frameworks" of docs/integration.md,
@@ -28,41 +28,9 @@ ELSEWHERE = {
     "docs/testing-your-library.md": ("test_pytest_plugin.py", {"console"}),
     "docs/writing-an-operator.md": ("test_writing_an_operator.py", {"cpp", "python"}),
 }
+COLUMN = 90
+WRAPPED = {"console", "cpp", "output"}  # what a program prints, and code that the page quotes from a file
 GENERATED = {"docs/notes.md", "docs/source.md"}
-LIBRARY = "import pytest, torch, types\nlibrary = types.SimpleNamespace(step=lambda model, batch: model(batch))\n"
-LIBRARY += "model, batch = torch.nn.Linear(2, 2), torch.ones(3, 2)\n"
-FOO = """
-import torch
-library = torch.library.Library("mylib", "FRAGMENT")
-library.define("foo(Tensor x, Tensor weight, float eps=1e-6) -> Tensor")
-plain_foo = lambda x, weight, eps=1e-6: x * weight + eps
-library.impl("foo", plain_foo, "CompositeImplicitAutograd")
-x, weight = torch.randn(3, 8), torch.randn(1)
-samples = [(x, weight)]
-"""
-STREAMS = """
-import torch
-host, y, side = torch.ones(4).pin_memory(), torch.ones(4, device="openreg"), torch.openreg.Stream()
-step = lambda: y * 2
-"""
-TEST_CASE = """
-import torch
-from openreg_ops.testing import device_type
-"""
-# What a fragment needs before it: page, heading, and a text of the block that it is for.
-SETUP = {
-    ("docs/checker.md", "The checker", ""): FOO,
-    ("docs/device-type-tests.md", "Blocked tests and tolerances", ""): TEST_CASE,
-    ("docs/streams.md", "The sanitizer", ""): STREAMS,
-    ("docs/streams.md", "Correct patterns", ""): STREAMS,
-    ("docs/testing-your-library.md", "A budget for waits", ""): LIBRARY,
-    ("docs/tools.md", "compare", "with compare"): "import torch\ntrain = lambda: torch.ones(3, device='openreg') + 1\n",
-    (
-        "docs/tools.md",
-        "trace",
-        "with openreg_ops",
-    ): "import torch\ntrain = lambda: torch.ones(3, device='openreg') + 1\n",
-}
 INSTALLED = str(Path(openreg_ops.__file__).parents[1])  # the checkout, or a copy where it is not built
 # These appear without this package too: the first where torch 2.13 starts and stops a profile, the others from torch
 # with CUDA's libraries on a machine without a GPU, the last one only if CUDA's compiler is installed.
@@ -137,19 +105,18 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page, heading, code", list(run("python")))
 def test_a_block_runs(page, heading, code, folder):
-    setup = "".join(text for (p, h, part), text in SETUP.items() if (p, h) == (page, heading) and part in code)
     for name, text in named(page, code).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     code = code.replace('device="cuda"', 'device="cpu"')  # the one block that shows another device
     if re.search(r"^def test_|^@pytest", code, re.M):
-        (folder / "test_block.py").write_text(setup + code)
+        (folder / "test_block.py").write_text(code)
         done = python(
             "-m", "pytest", "-q", "-p", "openreg_ops", "--device=openreg", "test_block.py", cwd=folder, dynamo=True
         )
         assert done.returncode == 0, done.stdout
         return
-    (folder / "program.py").write_text("import openreg_ops\n" + setup + code)
+    (folder / "program.py").write_text("import openreg_ops\n" + code)
     done = python("program.py", cwd=folder, dynamo=True)
     errors = [line for line in done.stderr.splitlines() if not any(text in line for text in KNOWN)]
     if page == "docs/checker.md":  # says what it checks
@@ -243,6 +210,20 @@ def test_links_lead_somewhere(page):
 def test_pages_of_their_own_tests_exist():
     for page, (name, _) in ELSEWHERE.items():
         assert (ROOT / page).exists() and (ROOT / "tests/tools" / name).read_text().count(page) >= 1
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page != "README.md"])
+def test_code_fits_its_column(page):
+    """On a screen of 1280 pixels, 90 characters fit into the site's column; docs/_static/site.css wraps WRAPPED."""
+    text = (ROOT / page).read_text()
+    wide = [
+        line
+        for language, block in re.findall(r"^ *```(.*)\n((?s:.*?))^ *```", text, re.M)
+        if language not in WRAPPED
+        for line in block.splitlines()
+        if len(line) > COLUMN
+    ]
+    assert not wide, "\n".join(wide)
 
 
 def test_the_readme_is_short():

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from openreg_ops.testing import check
 from openreg_tools.check.checks import CHECKS
@@ -23,7 +22,7 @@ SCOPES = []  # keep the operators' libraries
 def test_the_check_reports_its_example(name):
     """The operator is the last one that the first block defines. It may define `samples` and a `reference`, too."""
     blocks = re.findall(r"^```python\n(.*?)^```", SECTIONS[name], re.M | re.S)
-    SCOPES.append(scope := {"torch": torch, "__name__": f"example_{name}"})
+    SCOPES.append(scope := {"__name__": f"example_{name}"})
     for block in blocks:
         exec(block, scope)
     *_, operator = re.findall(r'(?<=mylib::)\w+|(?<=define\(")\w+', blocks[0])
