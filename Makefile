@@ -105,6 +105,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+	MYPYPATH=. $(BIN)/mypy --strict --follow-imports=silent tests/project/typed_program.py
 
 # Debian's g++-aarch64-linux-gnu compiles every file but links nothing, because torch's libraries here are for x86-64.
 lint-aarch64: $(VENV)/.requirements

@@ -347,7 +347,7 @@ setup(
     ],
     package_dir={"openreg_ops.meta": "meta"},
     package_data={
-        "openreg_ops": ["py.typed", "include/openreg/*.h", "share/cmake/openreg/*.cmake"],
+        "openreg_ops": ["py.typed", "_C.pyi", "include/openreg/*.h", "share/cmake/openreg/*.cmake"],
         "openreg_ops.tools": ["templates/*.in", "templates/package/*.in"],
     },
     py_modules=["openreg_device", "pytest_openreg_ops"],

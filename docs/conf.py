@@ -82,6 +82,7 @@ copybutton_line_continuation_character = "\\"
 def setup(app):
     app.connect("builder-inited", lambda app: pages.write(HERE))
     app.connect("source-read", site_html.link_notes)
+    app.connect("source-read", site_html.name_owner(URLS))
     app.connect("autodoc-process-docstring", docstrings.process)
     app.connect("html-page-context", site_html.omit_edit_link)
     app.add_post_transform(site_html.InlineFigures)

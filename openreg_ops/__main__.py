@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line: ``python -m openreg_ops COMMAND``, with openreg_tools' commands and some for this device only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line: ``openreg-tools COMMAND`` and ``python -m openreg_tools COMMAND``. Imports torch only in a command."""
 
 from __future__ import annotations

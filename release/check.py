@@ -16,6 +16,7 @@ from pathlib import Path
 
 import index
 import links
+import publish
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "build" / "release"
@@ -100,7 +101,7 @@ def main() -> int:
 
     def site(log: Path) -> str:
         command(log, *make, "docs")
-        index.write(index.described(dist), ROOT / "build" / "docs" / "wheels")
+        publish.add(ROOT / "build" / "docs", LOGS / "pages", f"v{VERSION}")
         return f"{len(list((ROOT / 'build' / 'docs').rglob('*.html')))} pages"
 
     def linked(log: Path) -> str:

@@ -15,12 +15,22 @@ import pages
 from docutils import nodes
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
-__all__ = ["InlineFigures", "link_notes", "omit_edit_link", "slug", "source_link"]
+__all__ = ["InlineFigures", "link_notes", "name_owner", "omit_edit_link", "slug", "source_link"]
 
 
 def slug(title: str) -> str:
     """The anchor that GitHub and MyST give a heading."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def name_owner(urls: dict[str, str]) -> Callable[..., None]:
+    """OWNER/openreg_ops in a page, and the address of OWNER's pages, become those of `urls`."""
+
+    def replace(app: Any, name: str, source: list[str]) -> None:
+        text = source[0].replace("https://OWNER.github.io/openreg_ops/", urls["Documentation"])
+        source[0] = text.replace("OWNER/openreg_ops", urls["Repository"].removeprefix("https://github.com/"))
+
+    return replace
 
 
 def link_notes(app: Any, name: str, source: list[str]) -> None:

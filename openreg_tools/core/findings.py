@@ -76,7 +76,7 @@ def sarif(tool: str, run: str, rules: Mapping[str, str], findings: Iterable[Find
         "version": about.version(),
         "informationUri": home,
         "rules": [
-            {"id": rule, "shortDescription": {"text": text}, "helpUri": home + docs.format(rule)}
+            {"id": rule, "shortDescription": {"text": text}, "helpUri": f"{home}v{about.version()}/{docs.format(rule)}"}
             for rule, text in rules.items()
         ],
     }

@@ -187,15 +187,20 @@ def run(commands: Mapping[str, tuple[str, str]], program: str, description: str,
     parser = _Parser(prog=program, description=description)
     parser.add_argument("--version", action="version", version=_version(package))
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    words = sys.argv[1:]
+    completes = "_ARGCOMPLETE" in os.environ  # the shell asks argcomplete what may follow
+    words = os.environ.get("COMP_LINE", "").split()[1:] if completes else sys.argv[1:]
     chosen = next((word for word in words if not word.startswith("-")), None)
-    if chosen is not None and chosen not in commands:
+    if chosen is not None and chosen not in commands and not completes:
         parser.error(unknown("command", chosen, commands))
     parsers = {}
     for name, (module, text) in commands.items():
         parsers[name] = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
             importlib.import_module(module).add_arguments(parsers[name])
+    if completes:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)  # ends the process
     arguments, rest = parser.parse_known_args(words)
     if rest:
         parsers[arguments.command].unknown(rest[0])

@@ -98,7 +98,7 @@ def test_wheel_has_every_module(tmp_path):
         str(path.relative_to(ROOT)) for path in (ROOT / "openreg_ops").rglob("*") if path.suffix in (".h", ".cmake")
     }
     assert len(interface) == 6
-    typed = {"openreg_ops/py.typed"}
+    typed = {"openreg_ops/py.typed", "openreg_ops/_C.pyi"}
     outside = {"openreg_device.py", "pytest_openreg_ops.py"}  # Python and pytest import them where torch is not loaded
     assert modules | meta | templates | interface | typed | outside | {"openreg_ops/_build.py"} == built | {
         "openreg_ops/_build.py"

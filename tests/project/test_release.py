@@ -1,6 +1,7 @@
 """What a release writes and looks at: the index of wheels, and links."""
 
 import hashlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ if not (ROOT / "release").exists():
 
 import index  # noqa: E402
 import links  # noqa: E402
+import publish  # noqa: E402
 
 WHEEL = "openreg_ops-0.1.0+torch2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl"
 
@@ -24,12 +26,12 @@ def test_index_has_a_page_for_each_package():
         {"name": "openreg_tools-0.1.0-py3-none-any.whl", "url": "https://example.org/a&b.whl", "digest": None},
         {"name": "notes.txt", "url": "https://example.org/notes.txt", "digest": None},
     ]
-    pages = index.pages(files)
-    assert set(pages) == {"index.html", "openreg-ops/index.html", "openreg-tools/index.html"}
-    assert '<a href="openreg-ops/">openreg-ops</a>' in pages["index.html"]
+    written = index.pages(files)
+    assert set(written) == {"index.html", "openreg-ops/index.html", "openreg-tools/index.html"}
+    assert '<a href="openreg-ops/">openreg-ops</a>' in written["index.html"]
     link = f'<a href="https://example.org/openreg_ops-0.1.0%2Btorch2.13.0.whl#sha256=12ab">{WHEEL}</a>'
-    assert link in pages["openreg-ops/index.html"]
-    assert '<a href="https://example.org/a&amp;b.whl">' in pages["openreg-tools/index.html"]
+    assert link in written["openreg-ops/index.html"]
+    assert '<a href="https://example.org/a&amp;b.whl">' in written["openreg-tools/index.html"]
     assert index.normalized("A.b__C-d") == "a-b-c-d"
 
 
@@ -73,3 +75,20 @@ def test_dead_links_of_markdown(tmp_path):
     (tmp_path / "a.md").touch()
     assert list(links.check_markdown(tmp_path / "README.md")) == ["README.md: b.svg: there is no such file"]
     assert list(links.check_markdown(ROOT / "README.md")) == []
+
+
+def test_pages_keep_every_version(tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.html").write_text("old")
+    target = tmp_path / "pages"
+    assert publish.add(tmp_path / "site", target, "main") == ["main"]
+    for name in ("v0.9.0", "v0.10.0"):
+        publish.add(tmp_path / "site", target, name)
+    index.write([], target / "wheels")
+    (tmp_path / "site" / "index.html").write_text("new")
+    assert publish.add(tmp_path / "site", target, "main") == ["v0.10.0", "v0.9.0", "main"]
+    assert json.loads((target / "versions.json").read_text()) == ["v0.10.0", "v0.9.0", "main"]
+    assert "url=v0.10.0/" in (target / "index.html").read_text()
+    assert [(target / name / "index.html").read_text() for name in ("v0.9.0", "main")] == ["old", "new"]
+    with pytest.raises(SystemExit, match="expected main or a tag such as v0.1.0, but got '../x'"):
+        publish.add(tmp_path / "site", target, "../x")

@@ -3,7 +3,9 @@
 import argparse
 import importlib
 import importlib.metadata
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -207,3 +209,15 @@ def test_devices_that_are_available(monkeypatch):
     assert device.available() == ["cpu", "meta"]
     with pytest.raises(Wrong, match="there is no accelerator here: import its package with --import, or name a device"):
         device.default()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("typed, expected", [("inf", ["info"]), ("new-backend --in", ["--into"])])
+def test_completion(typed, expected, tmp_path):
+    """What argcomplete answers to the shell, which sets these variables."""
+    pytest.importorskip("argcomplete", reason="argcomplete of requirements.txt is not installed")
+    line, answer = f"openreg-tools {typed}", tmp_path / "answer"
+    shell = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    shell |= {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+    subprocess.run([sys.executable, "-m", "openreg_tools"], env={**os.environ, **shell}, check=True)
+    assert answer.read_text().split() == expected

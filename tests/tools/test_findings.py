@@ -77,9 +77,8 @@ def test_sarif_has_what_code_scanning_requires(repository):
     assert run["automationDetails"]["id"] == "tool/ns::op/"
     assert [rule["id"] for rule in driver["rules"]] == ["leak", "race"]
     for rule in driver["rules"]:
-        assert (
-            rule["shortDescription"]["text"] and rule["helpUri"] == f"{driver['informationUri']}page.html#{rule['id']}"
-        )
+        page = f"{driver['informationUri']}v{driver['version']}/page.html"
+        assert rule["shortDescription"]["text"] and rule["helpUri"] == f"{page}#{rule['id']}"
     assert [result["level"] for result in results] == ["error", "warning"]
     for result, finding in zip(results, found, strict=True):
         assert driver["rules"][result["ruleIndex"]]["id"] == result["ruleId"] == finding.rule
