@@ -15,7 +15,7 @@ from openreg_tools.core.page import legend
 from openreg_tools.core.report import Report
 from openreg_tools.core.timeline import TimelineRow, timeline
 
-__all__ = ["SchedulesPage", "drawings"]
+__all__ = ["SchedulesPage", "drawing"]
 
 LATE, EARLY = "runs as late as the waits allow", "happens before the late work has run"
 
@@ -40,7 +40,7 @@ class SchedulesPage(Report):
     def blocks(self, page: bool = False) -> Iterator[Block]:
         if (difference := self.found.difference) is not None:
             yield Text(f"Missing: {difference.missing}")
-            yield from drawings(self.found)
+            yield PageOnly(drawing(self.found))
             yield Section("The order in words", [Lines(difference.order)])
             yield Section("To run this order again", [Lines([self.found.again.format(seed=difference.seed)])])
         tried = (
@@ -52,14 +52,20 @@ class SchedulesPage(Report):
         return dataclasses.asdict(self.found)
 
 
-def drawings(found: Any) -> list[PageOnly]:
-    """A timeline for each rank of the order that gives a different result, and what its colors mean."""
+def drawing(found: Any) -> str:
+    """The order that gives a different result as HTML: a timeline for each rank, and what its colors mean."""
     drawn = []
-    for rank, rows in enumerate(found.difference.rows if found.difference else ()):
+    for rank, rows in enumerate(found.difference.rows):
         shown = [
-            TimelineRow(**row._asdict() | {"name": row.name.partition(" (")[0], "where": os.path.basename(row.where)})
+            TimelineRow(**row._asdict() | {"name": _short(row.name), "where": os.path.basename(row.where)})
             for row in rows
         ]
         of_rank = f" on rank {rank}" if len(found.difference.rows) > 1 else ""
         drawn.append(timeline(f"The order of seed {found.difference.seed}, shortened{of_rank}", shown))
-    return [*drawn, legend({"fail": ("", LATE), "warn": ("", EARLY)})] if drawn else []
+    return "".join(block.html for block in [*drawn, legend({"fail": ("", LATE), "warn": ("", EARLY)})])
+
+
+def _short(name: str) -> str:
+    """``Memcpy DtoH (Device -> Pinned)`` and ``void openreg::wait(Stream)`` without what follows and precedes the name."""
+    head = name.partition("(")[0].rstrip()
+    return head.rpartition("::")[2] if " " in head and "::" in head else head

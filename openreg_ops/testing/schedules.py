@@ -17,7 +17,9 @@ from _pytest.runner import runtestprotocol
 
 from openreg_ops import _C
 from openreg_ops.schedules.explore import Schedules
+from openreg_ops.schedules.page import drawing
 from openreg_ops.schedules.report import RETURN
+from openreg_tools.core.blocks import Block, Box, PageOnly, Text
 
 try:
     from _pytest.subtests import failed_subtests_key
@@ -72,7 +74,9 @@ class _Aside:
 
 @contextlib.contextmanager
 def _aside(item: pytest.Item) -> Iterator[_Aside]:
-    """In the body, the test runs without leaving anything in its own report."""
+    """In the body, the test runs without a watch for misuse, and leaves nothing in its own report."""
+    session = item.config.pluginmanager.get_plugin("openreg_tools.pytest_plugin.session")
+    watch, session.watch = session.watch, None  # which would count each order, and be the line of each launch
     lists = item._report_sections, item.user_properties, item.own_markers
     before, quiet = [[*entries] for entries in lists], _Aside(item.ihook)
     item.session.gethookproxy = lambda path: quiet  # type: ignore[method-assign, assignment]  # what item.ihook returns
@@ -80,6 +84,7 @@ def _aside(item: pytest.Item) -> Iterator[_Aside]:
         with warnings.catch_warnings(record=True):
             yield quiet
     finally:
+        session.watch = watch
         del item.session.gethookproxy
         for entries, content in zip(lists, before, strict=True):
             entries[:] = content  # type: ignore[index]
@@ -97,6 +102,9 @@ class SchedulesPlugin:
         self.expected: dict[str, str | None] = {}  # why a test may fail in the order where it does
         self.tried: dict[str, tuple[int, bool]] = {}  # orders, and whether one makes a difference; from all processes
         self.untried: dict[str, str] = {}  # tests, and why
+        self.pages: dict[
+            str, tuple[str, str, str, str]
+        ] = {}  # tests that fail: what differs, the wait, how to run it, SVG
         self.classes: set[pytest.Class] = set()
 
     @pytest.hookimpl(tryfirst=True)
@@ -118,6 +126,13 @@ class SchedulesPlugin:
                     report.wasxfail = reason
                 found.again = f"--device-schedules {found.difference.seed}:{found.difference.seed + 1}"
                 report.longrepr = str(found)
+                if reason is None:
+                    self.pages[item.nodeid] = (
+                        found.difference.what,
+                        found.difference.missing,
+                        found.again,
+                        drawing(found),
+                    )
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
@@ -165,13 +180,23 @@ class SchedulesPlugin:
     # With pytest-xdist, tests run in workers, and the main process writes the summary.
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if (output := getattr(session.config, "workeroutput", None)) is not None:
-            output["openreg_schedules"] = (self.tried, self.untried)
+            output["openreg_schedules"] = (self.tried, self.untried, self.pages)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        tried, untried = getattr(node, "workeroutput", {}).get("openreg_schedules", ({}, {}))
+        tried, untried, pages = getattr(node, "workeroutput", {}).get("openreg_schedules", ({}, {}, {}))
         self.tried |= tried
         self.untried |= untried
+        self.pages |= pages
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_device_page(self) -> list[Block]:
+        return [
+            Box(f"FAIL {test}: the result depends on the order of the streams",
+                [Text(what), Text(f"Missing: {missing}"), PageOnly(drawn), Text(f"To run this order again: {again}")],
+                "fail", is_open=True)
+            for test, (what, missing, again, drawn) in self.pages.items()
+        ]  # fmt: skip
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("orders of streams")

@@ -11,7 +11,7 @@ from openreg_tools.core.blocks import PageOnly, counted, cut
 __all__ = ["TimelineRow", "timeline"]
 
 TOP, ROW, LEFT, GAP = 30, 40, 22, 18  # pixels; the gap between two lanes is where lines go down
-MOST, AROUND = 60, 4  # of a longer timeline, only the rows around those with a style are shown
+MOST, AROUND = 24, 4  # of a longer timeline, only the rows around those with a style are shown
 
 
 class TimelineRow(NamedTuple):
@@ -27,7 +27,7 @@ class TimelineRow(NamedTuple):
 def timeline(title: str, events: Sequence[TimelineRow]) -> PageOnly:
     """The events in the order in which they happened."""
     names = [*dict.fromkeys(event.lane for event in events)]
-    lane_width = 92 if len(names) == 3 else 140  # three lanes, too, fit a screen of 390 pixels
+    lane_width = 92 if len(names) == 3 else 128  # three lanes, too, fit a screen of 390 pixels
     letters = lane_width // 6
     lanes = {lane: LEFT + i * (lane_width + GAP) for i, lane in enumerate(names)}
     rows, skipped = _rows(events)

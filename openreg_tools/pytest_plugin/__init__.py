@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from openreg_tools.pytest_plugin import hooks
 from openreg_tools.pytest_plugin.misuse import KINDS
 
 # ---- options ----
@@ -33,8 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--device-forbid", metavar="KINDS", help="report these kinds too, and fail the run if one is found")
     group.addoption("--device-report", metavar="FILE", help="write what was found as JSON")
+    group.addoption("--device-html", metavar="FILE", help="write what was found as one HTML page")
     group.addoption("--device-sarif", metavar="FILE", help="write what was found as SARIF, for GitHub's code scanning")
     parser.addini("device_names", "arguments of tests that are devices", type="args", default=["device"])
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(hooks)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,7 +67,13 @@ def pytest_configure(config: pytest.Config) -> None:
         from openreg_tools.pytest_plugin.session import Session
 
         config.pluginmanager.register(Session(config), "openreg_tools.pytest_plugin.session")
-    elif option.device_misuse or option.device_forbid or option.device_report or option.device_sarif:
+    elif (
+        option.device_misuse
+        or option.device_forbid
+        or option.device_report
+        or option.device_sarif
+        or option.device_html
+    ):
         raise pytest.UsageError(
             "--device-misuse and related options watch a device; name it with --device DEVICE (or --on-device)"
         )

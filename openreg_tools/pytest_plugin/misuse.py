@@ -115,12 +115,21 @@ class Misuses:
         ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0][1]))
         return [(count, *line) for line, count in ordered]
 
+    def tests(self, kind: str, what: str, where: str) -> list[str]:
+        """The tests that reached a line of `lines`; none if the source says it."""
+        found = {m.test for m in self.counts if (m.kind, m.what, m.where) == (kind, what, where) and not _is_allowed(m)}
+        return sorted(found - {""})
+
+    def allowed(self, kind: str) -> int:
+        """How often the tests' own code waited, which is not counted."""
+        return sum(count for misuse, count in self.counts.items() if misuse.kind == kind and _is_allowed(misuse))
+
     def text(self, top: int = 10) -> list[str]:
         """The report's lines: the most frequent of each kind."""
         out = []
         for kind, title in KINDS.items():
             lines = self.lines(kind)
-            own = sum(count for misuse, count in self.counts.items() if misuse.kind == kind and _is_allowed(misuse))
+            own = self.allowed(kind)
             if lines:
                 out.append(f"{kind}: {title}")
                 groups: dict[str, list[tuple[int, str, str]]] = {}  # one remedy for lines that share it

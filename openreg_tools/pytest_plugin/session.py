@@ -18,8 +18,10 @@ from openreg_tools.core.blocks import counted
 from openreg_tools.core.device import usable
 from openreg_tools.core.findings import annotate, sarif
 from openreg_tools.core.options import Wrong
+from openreg_tools.core.report import write_file
 from openreg_tools.pytest_plugin import isolated, sources
 from openreg_tools.pytest_plugin.misuse import KINDS, Misuse, Misuses
+from openreg_tools.pytest_plugin.page import PytestPage
 from openreg_tools.pytest_plugin.watch import Leaks, Watch, hide
 
 __all__ = ["Session", "device_syncs"]
@@ -169,6 +171,11 @@ class Session:
                 path, torch=torch.__version__, devices=[*map(str, self.devices)], tests=self.tests,
                 kinds=[kind for kind in KINDS if kind in self.kinds],
             )  # fmt: skip
+        if path := self.config.option.device_html:
+            more = [block for blocks in self.config.hook.pytest_device_page() for block in blocks]
+            kinds = [kind for kind in KINDS if kind in self.kinds]
+            page = PytestPage(self.misuses, self.shown, kinds, self.tests, session.testsfailed, more)
+            write_file(path, page.html())
         found = [*self.misuses.findings(self.forbidden, str(self.config.rootpath))]
         annotate(found)
         if path := self.config.option.device_sarif:

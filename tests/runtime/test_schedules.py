@@ -19,6 +19,8 @@ from schedule_programs import PROGRAMS, UNSEEN
 
 from openreg_ops import _C
 from openreg_ops.testing.schedules import SchedulesPlugin
+from openreg_tools.pytest_plugin.misuse import Misuses
+from openreg_tools.pytest_plugin.page import PytestPage
 
 DEVICE = "openreg"
 ORDERS = int(os.environ.get("OPENREG_SCHEDULE_ORDERS", "40"))  # of each right program
@@ -630,7 +632,8 @@ def test_a_suite(tmp_path):
 def test_workers_report_together():
     plugin = SchedulesPlugin("5")
     for name, differs in (("one", False), ("other", True)):
-        output = {"openreg_schedules": ({name: (5, differs)}, {name + " more": "queues no work"})}
+        pages = {f"test_<{name}>": ("a < b", "a wait", "again", "<svg></svg>")} if differs else {}
+        output = {"openreg_schedules": ({name: (5, differs)}, {name + " more": "queues no work"}, pages)}
         plugin.pytest_testnodedown(types.SimpleNamespace(workeroutput=output))
     plugin.pytest_testnodedown(types.SimpleNamespace())  # a worker that has crashed
     lines = []
@@ -641,6 +644,11 @@ def test_workers_report_together():
         "2 tests in 10 orders; the result depends on the order in 1",
         "without work on the device: 2 tests",
     ]
+    page = PytestPage(Misuses(), "openreg", [], 2, 1, plugin.pytest_device_page()).html()
+    order = ['<p class="verdict fail">2 tests on openreg, 1 failed; no misuse found',
+             "FAIL test_&lt;other&gt;: the result depends on the order of the streams", "a &lt; b", "Missing: a wait", "<svg>",
+             "To run this order again: again"]  # fmt: skip
+    assert sorted(order, key=page.index) == order
 
 
 @pytest.mark.parametrize("text", ["0", "-2", "5:5", "7:3", "-1:3", "many", "1:2:3", ""])

@@ -777,6 +777,43 @@ def test_lines_that_share_a_remedy_say_it_once():
     ]
 
 
+RACE = """
+import torch
+
+def test_reads_early(device):
+    host = torch.empty(100, pin_memory=True)
+    host.copy_(torch.ones(100, device=device), non_blocking=True)
+    assert host.numpy()[0] == 1
+
+def test_waits(device):
+    torch.ones(2, device=device).sum().item()
+"""
+
+
+def test_the_page_begins_with_what_was_found(pytester, run):
+    """The verdict, the order in which a test fails, then the lines of each kind, with the remedy and the test."""
+    pytester.makepyfile(test_race=RACE)
+    result = run("--device=openreg", "--device-misuse=race,sync", "--device-schedules=9", "--device-html=out.html")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*      1  test_race.py:* the host did not wait for aten::copy_"])  # not once an order
+    page = (pytester.path / "out.html").read_text(encoding="utf-8")
+    order = ['<p class="verdict fail">2 tests on openreg, 1 failed; lines with misuse: race (1)</p>',
+             "FAIL test_race.py::test_reads_early[openreg]: the result depends on the order", "Missing: ",
+             "<figcaption>The order of seed", "test_race.py:5</text>", "--device-schedules ", "race: used before the work",
+             "Remedy: call torch.accelerator.synchronize()", "test_race.py::test_reads_early[openreg]</td>",
+             "in test code (not counted)", "watched for: race, sync"]  # fmt: skip
+    assert sorted(order, key=page.index) == order
+    assert "watch.py" not in page and not re.search(r"None|\[&#x27;|\{&#x27;", page)
+
+
+def test_the_page_of_a_run_that_found_nothing(pytester, run):
+    pytester.makepyfile("def test_it(device): pass")
+    assert run("--device=openreg", "--device-html=out.html").ret == 0
+    page = (pytester.path / "out.html").read_text(encoding="utf-8")
+    assert '<p class="verdict pass">1 test on openreg, none failed; no misuse found</p>' in page
+    assert "nothing; see --device-misuse" in page
+
+
 def test_forbidden_kinds_fail_the_run(pytester, run):
     pytester.makepyfile(library=WAITING, test_it="""
         import torch, library
