@@ -25,6 +25,7 @@ import tempfile
 import types
 import warnings
 from collections.abc import Mapping
+from multiprocessing import popen_spawn_posix, util
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,8 @@ def python(
     stdout and stderr are in the result; after `timeout` seconds it is killed, and subprocess.TimeoutExpired is raised.
     `dynamo` is for a program that compiles: Dynamo is imported already, which takes a second. `opinfo` is for one that
     reads PyTorch's test database, which takes three. `destructors` is for a program whose end is tested: what torch has
-    loaded is destroyed too. `nested` is for a program that starts others with subprocess.Popen([sys.executable, "-m",
-    …]): they fork too.
+    loaded is destroyed too. `nested` is for a program that starts others with subprocess.Popen([sys.executable, …]) or
+    multiprocessing's method "spawn": they fork too, and so do those that they start.
     """
     words = [str(argument) for argument in arguments]
     env = {**os.environ, **environment}
@@ -161,7 +162,7 @@ class _Forked:
 
 
 class Popen(subprocess.Popen):
-    """``python -m MODULE …`` forks from `server`, and any other command starts as usual."""
+    """``python -m MODULE …`` and ``python FILE.py …`` fork from `server`, and any other command starts as usual."""
 
     HANDLED = {"cwd", "env", "pass_fds", "stderr", "stdin", "stdout"}
     server: socket.socket
@@ -173,7 +174,7 @@ class Popen(subprocess.Popen):
         env = options.get("env") or {**os.environ}
         if (
             args[0] != sys.executable
-            or words[:1] != ["-m"]
+            or not (words and (words[0] == "-m" or words[0].endswith(".py")))
             or not self.HANDLED.issuperset(options)
             or not _may_fork(env)
         ):
@@ -202,8 +203,10 @@ class Popen(subprocess.Popen):
         self.stdin, self.stdout, self.stderr = ours
         passed = [*options.get("pass_fds", ())]
         cwd = str(Path(options.get("cwd") or ".").absolute())
-        path = [] if args[1] == "-P" else [cwd]
-        request = {"arguments": words, "env": env, "cwd": cwd, "path": path, "numbers": [0, 1, 2, *passed]}
+        first = cwd if words[0] == "-m" else str(Path(cwd, words[0]).parent)
+        path = [] if args[1] == "-P" else [first]
+        numbers = [0, 1, 2, *passed]
+        request = {"arguments": words, "env": env, "cwd": cwd, "path": path, "numbers": numbers, "nested": True}
         self.forked = _Forked(self.server, request, [*theirs, *passed])
         self.pid = self.forked.pid
         for file in opened:
@@ -317,15 +320,41 @@ def _nest() -> dict | None:
         atexit.register(lambda: (ours.close(), os.waitpid(process, 0)))
         Popen.server = ours
         subprocess.Popen = Popen
+        _fork_what_is_spawned()
         return None
     ours.close()
     return _serve(theirs)
 
 
+def _fork_what_is_spawned() -> None:
+    """Let processes of multiprocessing's method "spawn" fork from `Popen.server`."""
+    forked: dict[int, _Forked] = {}
+    spawn, poll = util.spawnv_passfds, popen_spawn_posix.Popen.poll
+
+    def start(path: bytes, args: list[str], passed: list[int]) -> int:
+        if "--multiprocessing-fork" not in args or not _may_fork(os.environ):
+            return spawn(path, args, passed)
+        words, numbers = args[args.index("-c") :], [0, 1, 2, *passed]
+        request = {"arguments": words, "env": {**os.environ}, "cwd": os.getcwd(), "numbers": numbers, "nested": True}
+        process = _Forked(Popen.server, request, numbers)
+        forked[process.pid] = process
+        return process.pid
+
+    def ended(self: popen_spawn_posix.Popen, flag: int = os.WNOHANG) -> int | None:
+        if self.pid not in forked:
+            return poll(self, flag)
+        if self.returncode is None:
+            with contextlib.suppress(TimeoutError):
+                self.returncode = forked[self.pid].wait(0 if flag == os.WNOHANG else None)
+        return self.returncode
+
+    util.spawnv_passfds, popen_spawn_posix.Popen.poll = start, ended
+
+
 def _become(request: dict) -> None:
     """Run the program of the request, as the interpreter does after it has imported torch."""
-    if request.get("nested"):
-        request = _nest() or request
+    while request.get("nested") and (asked := _nest()):
+        request = asked
     sys.stdin = open(0, closefd=False)  # the old one is of the server
     os.chdir(request["cwd"])
     os.environ.clear()

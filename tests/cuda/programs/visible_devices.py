@@ -23,6 +23,15 @@ else:
 print(torch.cuda.get_device_properties(0).uuid if count else "none")
 """
 
+OTHERS = {
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    "TORCH_CUDNN_V8_API_ENABLED": "1",
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
 uuids = {}
 for variables, count in (
     ({}, 2),
@@ -31,10 +40,7 @@ for variables, count in (
     ({"CUDA_VISIBLE_DEVICES": "1,0"}, 2),
     ({"CUDA_VISIBLE_DEVICES": ""}, 0),
     ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
-    ({"CUDA_LAUNCH_BLOCKING": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, 2),
-    ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"}, 2),
-    ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TORCH_CUDNN_V8_API_ENABLED": "1", "NVIDIA_TF32_OVERRIDE": "0"}, 2),
-    ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, 2),
+    (OTHERS, 2),
 ):
     code = PROGRAM.format(variables=variables, count=count)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
