@@ -27,7 +27,8 @@ demo: install
 # One more worker process than the machine has cores, because tests wait for their own subprocesses. If a worker crashes, the
 # run ends, because pytest-xdist can wait for ever for a replaced worker's files. Bytecode is written, because hundreds of
 # processes read it. `make test ARGS=…` runs the selected tests in one process, which starts immediately.
-PARALLEL := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PROCESSES := 3
+PARALLEL = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: install
 	$(if $(ARGS),$(BIN)/pytest $(ARGS),$(PARALLEL))
@@ -36,6 +37,8 @@ test: install
 FAST := runtime backend aten ops graph $(addprefix tools/test_,$(addsuffix .py,checker command_line compare core \
 	explain operators_command pytest_plugin report trace)) $(addprefix project/test_,$(addsuffix .py,docstrings imports includes internals))
 
+# These tests start no programs to wait for, so a third process would only import PyTorch once more.
+test-fast: PROCESSES := 2
 test-fast: install
 	$(PARALLEL) -m "fast or not (slow or processes or compiles or conformance)" $(addprefix tests/,$(FAST)) $(ARGS)
 

@@ -18,9 +18,9 @@ from openreg_ops import _C
 # Environment variables that a test restores. Inductor sets some permanently.
 OURS = ("OPENREG_", "PYTHON", "TORCH_")
 # The files of most of the time, longest first.
-LONGEST = """test_programs test_every_operator test_new_package test_dtensor test_docs test_pytest_plugin
-test_stress test_flex_attention test_compiled_opinfo test_generated test_distributed test_writing_an_operator
-test_export""".split()
+LONGEST = """test_every_operator test_mistakes test_programs test_new_package test_ladder test_checker test_export
+test_adapt test_docs test_reduce_overhead test_dtensor test_pytest_plugin test_stress test_flex_attention
+test_compiled_opinfo test_generated test_distributed test_writing_an_operator""".split()
 
 
 def pytest_sessionstart():

@@ -360,6 +360,7 @@ def test_shared_memory_counts_and_returns(other):
     assert x.sum().item() == 1 << 20
 
 
+@pytest.mark.slow
 def test_shared_memory_cannot_be_resized(other):
     x = torch.ones(3, device=D)
     assert x.is_shared() and x.share_memory_() is x  # as CUDA's: every device tensor can be shared

@@ -85,7 +85,6 @@ def test_compiled_autograd(model, x):
     assert_close([p.grad for p in model.parameters()], expected)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_checkpointing(backend):
     """The recomputed forward drops the same elements as the first: a linear function's value is its gradient times x."""

@@ -89,7 +89,6 @@ def test_parameters_that_move(said):
     assert not said[1]
 
 
-@pytest.mark.fast
 def test_random_numbers(said):
     x = torch.ones(100, device="openreg")
     expected, actual = both(lambda x: nn.functional.dropout(x), [lambda: (x,)] * 4)

@@ -134,6 +134,7 @@ def test_the_cpus_generator_does_not_move():
     assert torch.equal(torch.openreg.get_rng_state(), device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 def test_derivatives(p):
     f64 = dict(dtype=torch.float64, grad=True)

@@ -173,6 +173,7 @@ def test_checker_with_options(name):
     check(f"openreg::{name}", options_of(name), skip=[*LONG, *DERIVATIVES, "half_precision"]).raise_if_failed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_second_device(name):
     """Streams and layouts of each sample on device 1, while device 0 is the current one."""

@@ -263,6 +263,7 @@ def test_vmap_over_sizes_inside_another(where):
         torch.vmap(torch.vmap(layer, in_dims=(None, 0)), in_dims=(0, None))(batch, wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [DEVICE, "cpu"])
 def test_sizes_and_rows_change_without_recompiling(where):
     counter = CompileCounterWithBackend("aot_eager")

@@ -355,6 +355,7 @@ def test_rejects():
     kit.check_error(GRADIENTS, x, weight, target, bias, random(2), match="expected grad_loss of shape [], the same as")
 
 
+@pytest.mark.slow
 def test_compiled_autograd_keeps_one_graph_and_the_refusal():
     """Options that backward does not use are not inputs of its graph; a second derivative is refused in our words."""
     x, weight = random(5, 4, grad=True), random(7, 4)

@@ -99,6 +99,7 @@ def test_rows_without_elements():
     assert dequantize_rowwise(q, scale).shape == (3, 0)
 
 
+@pytest.mark.slow
 def test_other_devices():
     """The reference is the kernel bit for bit, bad numbers included."""
     for dtype in FLOATS:

@@ -857,6 +857,7 @@ SKIPPED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, sample, reasons", SKIPPED, ids=[f"{row[0]}-{i}" for i, row in enumerate(SKIPPED)])
 def test_reasons_to_skip(name, sample, reasons):
     expected = {check: reason for check, reason in (OFTEN | reasons).items() if reason}
@@ -1002,22 +1003,20 @@ def good():
     return scaled
 
 
+@pytest.mark.slow
 def test_good_custom_op(good):
-    report = check(
-        good,
-        [
-            (torch.randn(4, 6), torch.randn(6)),
-            (torch.randn(2, 3, 5), torch.randn(5), 0.5),
-            Sample(torch.randn(5), torch.randn(5), factor=3.0),
-        ],
-        reference=lambda x, weight, factor=2.0: x * weight * factor,
-    )
+    """Every check of one sample, and the fast ones of samples of other dimensions and by keyword."""
+    reference = lambda x, weight, factor=2.0: x * weight * factor  # noqa: E731
+    others = [(torch.randn(2, 3, 5), torch.randn(5), 0.5), Sample(torch.randn(5), torch.randn(5), factor=3.0)]
+    assert (report := check(good, others, reference=reference, only=["fast"])).passed, str(report)
+    report = check(good, [(torch.randn(4, 6), torch.randn(6))], reference=reference)
     assert report.passed, str(report)
     assert {r.check for r in report.of("warn")} <= {"forward_ad", "func_grad", "zero_dim"}, str(report)
     assert "silently loses the tangent" in report.of("warn", "forward_ad")[0].sentence  # as every custom_op does
     assert {"vmap", "autocast", "gradgradcheck", "reference", "compile"} <= {r.check for r in report.of("pass")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "op, sample, device, passes",
     [
@@ -1030,7 +1029,8 @@ def test_good_custom_op(good):
     ids=["addcmul", "addcmul on openreg", "mul_", "cat", "argmax"],
 )
 def test_good_operator_of_torch(op, sample, device, passes):
-    report = check(f"aten::{op}", [sample], device)
+    only = [] if op == "addcmul" else ["fast"]
+    report = check(f"aten::{op}", [sample], device, only=only)
     assert report.passed and report.of("pass", passes), str(report)
 
 
@@ -1095,6 +1095,7 @@ SETTINGS = [  # functions that get and set each, and a value; None is the opposi
 ]
 
 
+@pytest.mark.slow
 def test_nothing_stays_changed():
     import torch._dynamo.config as dynamo
 
@@ -1388,6 +1389,7 @@ def module(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_command(module):
     only = ["--only", "runs", "fake_layouts", "reference"]
     given = "--samples my_module:samples --reference my_module:reference --html page.html --json data.json"
@@ -1647,6 +1649,7 @@ def test_fixture(openreg_check, good):
         openreg_check("aten::mm", [(torch.randn(4, 6), torch.randn(5))], only=["runs"])
 
 
+@pytest.mark.slow
 def test_outputs_that_were_not_asked_for_are_none():
     """As the gradients of ATen's backward operators are where their mask says no."""
 

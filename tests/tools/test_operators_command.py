@@ -142,6 +142,7 @@ def test_every_answer_of_the_table(library):
 # ---- filters, other devices, the command ----
 
 
+@pytest.mark.slow
 def test_filters():
     some = functools.partial(operators, pattern="^aten::(_|[bcr])")
     every = some().entries
@@ -182,6 +183,7 @@ def run_with_module(tmp_path, text, *words, package="openreg_tools", device="ope
     return python("-m", package, "operators", *words, cwd=tmp_path, PYTHONPATH=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["toy", "openreg"])
 def test_another_backend_of_private_use_1(tmp_path, name):
     """In openreg's place; also one that has openreg's name."""
@@ -224,6 +226,7 @@ def test_the_device_has_the_place_of_another_backend(tmp_path):
     assert result.stderr.endswith("`python -m openreg_tools` runs the tools without it\n")
 
 
+@pytest.mark.slow
 def test_imports_with_a_closed_stdout(tmp_path):
     (tmp_path / "module.py").write_text("")
     words = "-m openreg_tools operators --import module --device cpu --ops ^aten::relu$ --json found.json >&-"

@@ -443,6 +443,7 @@ TRACEBACKS = """
 """
 
 
+@pytest.mark.slow
 def test_a_traceback_ends_at_the_programs_line(pytester, run):
     """What watches the calls is not part of the test that fails."""
     pytester.makepyfile(TRACEBACKS)

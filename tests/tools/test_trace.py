@@ -306,6 +306,7 @@ torch.compile(lambda x: x * 2 + 1, dynamic=False)(torch.ones(3, device="openreg"
 """
 
 
+@pytest.mark.slow
 def test_executors_of_the_caller_stay(tmp_path, monkeypatch):
     """The program's end when it has run what it was given, and what compiles works afterwards."""
     from torch._inductor import config
@@ -326,6 +327,7 @@ def test_executors_of_the_caller_stay(tmp_path, monkeypatch):
     assert sorted(Path("done").read_text()) == sorted("012345" * 2)
 
 
+@pytest.mark.slow
 def test_json_has_stdout_to_itself(tmp_path):
     """What the program, or a process that it starts, prints goes to stderr."""
     (tmp_path / "noisy.py").write_text(
