@@ -140,6 +140,8 @@ def of_statement(file: str, statement: ast.stmt) -> list[Mutant]:
         return []  # it shares a line
     found = []
     for change, head in changes(without_body(statement)):
+        if ast.dump(head) == ast.dump(without_body(statement)):
+            continue  # `return None` with its value deleted
         text = ast.unparse(head).removesuffix("pass").rstrip() if body else ast.unparse(head)
         found.append(Mutant(file, first, last, change, indent + "el" * is_elif + text))
     return found

@@ -122,7 +122,8 @@ def _early(env: Mapping[str, str]) -> dict[str, str]:
 @functools.cache
 def _server(name: str = "", **imports: bool) -> socket.socket:
     """A process that forks for programs, in which the device has this name."""
-    env = {name: value for name, value in os.environ.items() if name not in OBEYED} | {"OPENREG_DEVICE": name}
+    kept = {name: value for name, value in os.environ.items() if name not in OBEYED - {"PYTHONPATH"}}
+    env = kept | {"OPENREG_DEVICE": name}  # PYTHONPATH decides which checkout's device the server imports
     env[AUTOLOAD] = str(int(imports["device"]))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 19)
@@ -357,6 +358,8 @@ def _become(request: dict) -> None:
         request = asked
     sys.stdin = open(0, closefd=False)  # the old one is of the server
     os.chdir(request["cwd"])
+    of_server = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [path for path in sys.path if path not in of_server]
     os.environ.clear()
     os.environ.update(request["env"])
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))

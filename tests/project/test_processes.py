@@ -1,5 +1,7 @@
 """tests/processes.py: programs that fork end as programs that start from nothing."""
 
+import ast
+import os
 import signal
 import subprocess
 import sys
@@ -7,6 +9,9 @@ import time
 
 import pytest
 from processes import forking, python
+
+import openreg_ops
+import openreg_tools
 
 pytestmark = pytest.mark.processes
 MODULE = "import sys; print(sys.stdin.readline().strip(), flush=True); {}"
@@ -37,6 +42,16 @@ def test_a_process_that_ends_by_itself_may_still_be_killed(start):
     time.sleep(0.2)
     process.kill()
     assert process.wait() == 3 and process.poll() == 3
+
+
+def test_programs_import_what_the_tests_import():
+    """PYTHONPATH may name another checkout than the installed one. A program that changes it has no other folders."""
+    code = "import sys, openreg_ops, openreg_tools; print(openreg_ops.__file__, openreg_tools.__file__, sys.path)"
+    *files, path = python("-c", code).stdout.split(maxsplit=2)
+    assert files == [openreg_ops.__file__, openreg_tools.__file__]
+    found = ast.literal_eval(python("-c", "import sys; print(sys.path)", PYTHONPATH="/elsewhere").stdout)
+    inherited = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    assert found == ["/elsewhere", *(folder for folder in ast.literal_eval(path) if folder not in inherited)]
 
 
 def test_how_programs_end():

@@ -71,6 +71,21 @@ def test_sleep_keeps_a_stream_busy(mode):
     assert stream.query()
 
 
+@pytest.mark.parametrize("timing", [False, True])
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("external", [False, True])
+def test_events_with_timing_measure(timing, blocking, external):
+    start, end = (torch.openreg.Event(timing, blocking, external=external) for _ in range(2))
+    start.record()
+    end.record()
+    end.synchronize()
+    if timing:
+        assert start.elapsed_time(end) >= 0
+    else:
+        with pytest.raises((RuntimeError, ValueError), match="enable_timing"):
+            start.elapsed_time(end)
+
+
 def test_elapsed_time_is_real(mode):
     start, end = (torch.openreg.Event(enable_timing=True) for _ in range(2))
     start.record()

@@ -166,6 +166,22 @@ class RaisingJvp(Function):
     jvp = staticmethod(accident)
 
 
+class ExactInFloat64(Function):
+    """Derivatives that are rough in float32."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, g * rough(ctx.saved_tensors[0])
+
+    @staticmethod
+    def jvp(ctx, op, tangent):
+        return tangent * rough(ctx.saved_tensors[0])
+
+
+def rough(x):
+    return x.cos() * (1 if x.dtype == torch.float64 else 1 + 1e-4 * x)
+
+
 class Cosine(torch.autograd.Function):
     """With its own second derivative."""
 
@@ -182,6 +198,19 @@ class Cosine(torch.autograd.Function):
 
 def sine_whose_second(second):
     return dict(kernel=torch.sin, backward=lambda ctx, g: g * Cosine.apply(*ctx.saved_tensors, second))
+
+
+def double_whose_backward_raises(error):
+    def raises(g):
+        raise error
+
+    def reference(x):
+        y = x * 2
+        if y.requires_grad:
+            y.register_hook(raises)
+        return y
+
+    return reference
 
 
 def grad_in_no_grad(x):
@@ -443,6 +472,8 @@ TABLE = [
     Broken("forward_ad", "forward-mode AD (torch.func.jvp, make_dual) silently loses the tangent: the output has none, and "
            "its derivative is not zero", double, backward=double_backward, status="warn"),
     Broken("forward_ad", "a call with forward-mode tangents raised KeyError", torch.sin, Autograd=RaisingJvp.apply),
+    *(Broken(row, "", torch.sin, Autograd=ExactInFloat64.apply, status="pass")
+      for row in ("backward", "gradcheck", "gradgradcheck", "forward_ad")),
     Broken("func_grad", "backward gives its gradient, but torch.func.grad raises RuntimeError: it must override the setup_con",
            torch.sin, Autograd=refused_by_functorch, status="warn"),
     Broken("func_grad", "torch.func.grad raised KeyError", raises_in_functorch, key="CompositeImplicitAutograd"),
@@ -550,7 +581,17 @@ TABLE = [
            backward=lambda ctx, g: g * in_memory_order(ctx.saved_tensors[0])),
     Broken("layouts", "for contiguous inputs that start one element into their storage, which is not aligned to 16 bytes its "
            "backward raised RuntimeError: misaligned address", double, backward=lambda ctx, g: g * aligned(ctx.saved_tensors[0])),
+    # A refusal names the inputs, and the backward if that refuses.
+    Broken("layouts", "inputs in permuted layout: RuntimeError: not contiguous", status="refused",
+           kernel=lambda x: x * 2 if x.is_contiguous() else not_contiguous()),
+    Broken("layouts", "inputs in permuted layout, backward of: NotImplementedError: y alone", double, status="refused",
+           backward=lambda ctx, g: g * 2 if ctx.saved_tensors[0].is_contiguous() else y_alone()),
     Broken("sizes", "a call takes too long", slow, status="refused"),
+    # Wrong everywhere in an odd size, so that only a reference, or a fake kernel, tells.
+    Broken("sizes", "given x [ … ], output 0 differs … , which the reference gives", reference=lambda x: x * x.mean(),
+           kernel=lambda x: x * x.mean() * (1 + x.shape[-1] % 2)),
+    Broken("sizes", "given x [ … ], output 0 has dtype float64, but the fake kernel says float32",
+           lambda x: x * x.mean() if x.shape[-1] % 2 == 0 else (x * x.mean()).double()),
     Broken("sizes", "output 0 differs … if NaN surrounds them in memory: it reads past their ends", reads_whole_vectors),
     Broken("large_strides", "given x with rows 4294967296 elements apart, it raised OverflowError",
            lambda x: x * 2 if max(x.stride(), default=0) < 2**31 else (2**31).to_bytes(4, signed=True)),
@@ -671,6 +712,10 @@ TABLE = [
            lambda x: x * 3, inputs=ONES, reference=double),
     Broken("reference", "the gradient of x differs", double, reference=double,
            backward=lambda ctx, g: g * 3),
+    Broken("reference", "the check reference ended in RuntimeError: lost", double, backward=double_backward,
+           reference=double_whose_backward_raises(RuntimeError("lost"))),
+    Broken("reference", "outputs only, as the reference has no gradient; against the reference", double, status="pass",
+           backward=double_backward, reference=double_whose_backward_raises(NotImplementedError("not yet"))),
     Broken("schema", "output 0 shares the memory of x, and the schema does not say so", lambda x: [x[:1], x[1:].clone()],
            schema="(Tensor x) -> Tensor[]"),
     Broken("schema", "", lambda x: [x[:1], x[1:]], schema="(Tensor(a) x) -> Tensor(a)[]", status="pass"),
@@ -1068,6 +1113,25 @@ def test_a_refused_sample_is_said_once():
         assert [r.status for r in report.row(check_)] == ["skip", "pass"]
 
 
+def test_known_failures():
+    """They pass, with their cause, until they no longer fail; a backend lists some that may do either."""
+    op = define("known_wrong(Tensor x) -> Tensor", double)
+
+    def results(**known):
+        report = check(op, [NUMBERS], only=["runs", "reference"], reference=lambda x: x, known=known)
+        return report, {result.check: (result.status, result.remedy) for result in report.results}
+
+    report, found = results(reference="issue 7")
+    assert report.passed and found["reference"] == ("known", "issue 7") and found["runs"][0] == "pass"
+    assert "Cause: issue 7" in str(report)
+    report, found = results(runs="issue 7", reference="issue 8")
+    assert found["runs"] == ("fail", "take it off the list of known failures") and found["reference"][0] == "known"
+    assert "was known to fail this check, but no longer does: issue 7" in report.failures[0].sentence
+    report.finish({"runs": "issue 7"}, may_pass=["runs"])
+    with pytest.raises(ValueError, match="unknown check 'referenc'"):
+        results(referenc="issue 7")
+
+
 SETTINGS = [  # functions that get and set each, and a value; None is the opposite
     (torch.get_num_threads, torch.set_num_threads, 3),
     (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
@@ -1213,6 +1277,14 @@ def test_a_keyword_argument_that_is_written():
 def test_fresh_arguments_of_another_dtype():
     case = case_of(torch.ops.aten.where.self, torch.ones(2, dtype=torch.bool), torch.ones(2), torch.ones(2) + 1j)
     assert [x.dtype for x in case.fresh(dtype=torch.float64)] == [torch.bool, torch.float64, torch.complex128]
+
+
+def test_a_case_has_no_derivative_by_default():
+    case = case_of(torch.ops.aten.sin.default, torch.ones(2, requires_grad=True))
+    assert case.has_derivative and len(case.results().grads) == 1
+    alone = Case(case.op, case.sample, "cpu")
+    for without in (alone, case.of_sample(case.sample)):
+        assert (without.derivative.status, without.gradients, without.results().grads) == ("skip", [], [])
 
 
 def test_which_sizes_are_unbacked_together():
@@ -1391,13 +1463,14 @@ def module(tmp_path_factory):
 
 @pytest.mark.slow
 def test_command(module):
-    only = ["--only", "runs", "fake_layouts", "reference"]
+    only = ["--only", "runs", "fake_layouts", "reference", "state"]  # the last has a process of its own
     given = "--samples my_module:samples --reference my_module:reference --html page.html --json data.json"
     result = command("my_module:my_op", *given.split(), *only, cwd=module)
     assert result.returncode == 0, result.stderr
     assert "mine::twice(Tensor x) -> Tensor" in result.stdout and "float32[3, 5]" in result.stdout
     assert (module / "page.html").read_text().startswith("<!DOCTYPE html>")
-    assert json.loads((module / "data.json").read_text())["operator"] == "mine::twice"
+    data = json.loads((module / "data.json").read_text())
+    assert data["operator"] == "mine::twice" and len(data["results"]) == 4
 
 
 ENDS = """

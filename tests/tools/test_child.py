@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -104,6 +105,17 @@ def test_a_child_that_is_not_read_to_its_end_is_ended(capfd):
     (value,) = child.answers(prints, 60)
     assert value == {"a": [1.5, None, "é\n"], "path": str(sys)}
     assert capfd.readouterr() == ("", "of the child\n")
+
+
+def test_what_a_child_prints_without_a_new_line_is_not_lost():
+    code = (
+        "import sys\nfrom openreg_tools.core import child\n"
+        "def work(answer):\n    sys.stdout.write('out '); sys.stderr.write('err'); answer(1)\n"
+        "print(*child.answers(work, 60))"
+    )
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=buffered, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1\n", "out err")
 
 
 def test_a_started_child_serves_until_it_ends():

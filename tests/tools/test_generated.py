@@ -183,6 +183,9 @@ def test_every_kind_of_change_is_drawn():
                      "number"}  # fmt: skip
     assert len({json.dumps(case) for case in cases}) == 400 and {case["base"] for case in cases} == {0, 1}
     assert max(len(case["changes"]) for case in cases) == 4
+    of_out = {change[0] for case in cases for change in case["changes"] if change[1] == 3}  # with "sizes" of size 3
+    assert {"out", "layout", "dtype", "shape", "alias"} <= of_out and not {"values", "host", "bit"} & of_out
+    assert {change[1] for case in cases for change in case["changes"] if change[0] == "host"} == {1}
     assert drawn() == cases != drawn(seed=1)
     assert "alias" not in {change[0] for case in drawn(aliases=False) for change in case["changes"]}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.openreg._sanitizer as sanitizer
 from processes import python
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -265,6 +266,12 @@ def test_a_wrong_operator_is_blamed(rung, name, pattern, change, said):
     with pytest.raises((AssertionError, RuntimeError, NotImplementedError)) as error, Wrong(pattern, change):
         check.run(DEVICE)
     assert said in str(error.value), error.value
+
+
+@pytest.mark.parametrize("check", RUNGS[4].checks(), ids=lambda check: check.run.__name__)
+def test_the_checks_of_streams_have_no_race(check):
+    with torch.openreg.launch_mode("async"), sanitizer.sanitize():
+        check.run(DEVICE)
 
 
 PATCHES = [

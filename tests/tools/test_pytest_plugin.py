@@ -743,6 +743,7 @@ def test_budgets(pytester, run):
         result.stdout.fnmatch_lines(
             ["the library waited for the device 2 times, and the budget is 1:", "      2  library.py:3  item"]
         )
+        assert ("device misuse" in result.stdout.str()) == bool(options)  # a budget reports nothing else
     run("--device=cpu").assert_outcomes(passed=2)
 
 
