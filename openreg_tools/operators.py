@@ -77,7 +77,9 @@ class Operators(Report):
         return found
 
     def blocks(self, page: bool = False, totals: bool = False) -> Iterator[Block]:
-        """The operators and their totals; with `totals`, these alone."""
+        """The operators and their totals, which a page begins with; with `totals`, these alone."""
+        if page:
+            yield self._totals()
         if self.entries and not totals:
             rows = [["operator", "class", self.target.device, "traits"]]
             rows += [
@@ -86,12 +88,16 @@ class Operators(Report):
                 for e in self.entries
             ]  # fmt: skip
             yield Table(rows, left=4, fit=True)
+        if not page:
+            yield self._totals()
+
+    def _totals(self) -> Section:
         counts = self.totals()
         rows = [["", *HAS, "all"]]
         for kind, of_kind in [*counts.items(), ("all", sum(counts.values(), Counter()))]:
             if of_kind.total() or kind == "all":
                 rows.append([kind, *(of_kind[has] for has in HAS), of_kind.total()])
-        yield Section(f"{len(self.entries)} operators of torch {torch.__version__}; {self.target.key}:", [Table(rows)])
+        return Section(f"{len(self.entries)} operators of torch {torch.__version__}; {self.target.key}:", [Table(rows)])
 
     def dict(self) -> dict[str, Any]:
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from openreg_tools.core.blocks import Block, Lines, Section, counted, hanging
+from openreg_tools.core.blocks import Block, Box, Cell, Lines, Section, Table, Text, counted, hanging
 from openreg_tools.core.report import Report
 
 __all__ = ["Info"]
@@ -50,7 +50,18 @@ class Info(Report):
         """True if there is no problem."""
         return not self.problems
 
+    def opening(self) -> str:
+        """How many problems there are."""
+        return counted(len(self.problems), "problem")
+
     def blocks(self, page: bool = False) -> Iterator[Block]:
+        if page:
+            for what, remedy in self.problems:
+                yield Box(what, [Text(f"Remedy: {remedy}")], "fail", is_open=True)
+            for section, values in self.sections.items():
+                rows = [[name, Cell(value, "words")] for name, value in values.items()]
+                yield Section(section, [Table([["name", "value"], *rows])])
+            return
         lines = []
         for section, values in self.sections.items():
             lines.append(section)

@@ -171,6 +171,22 @@ def test_another_copy_than_the_installed_one(monkeypatch, tmp_path):
     assert any(f"not the installed one in {tmp_path}/openreg_ops" in what for what in problems(info.collect()))
 
 
+def test_the_page_begins_with_the_problems():
+    found = info.Info()
+    found.add("software", python="3 <a>")
+    assert '<p class="verdict pass">no problems</p><section><h2>software</h2>' in found.html()
+    found.problem("torch is <old>", "update it")
+    page = found.html()
+    order = [
+        '<p class="verdict fail">1 problem</p>',
+        "torch is &lt;old&gt;",
+        "Remedy: update it",
+        "python</th>",
+        "3 &lt;a&gt;",
+    ]
+    assert sorted(order, key=page.index) == order
+
+
 def package_of_a_device(tmp_path, monkeypatch, installed, text=""):
     """A package on the path; installed with an entry point, without one, or not at all."""
     name = f"device_{installed}"
