@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urldefrag, urlparse
+from urllib.parse import unquote, urlparse
 
 ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
@@ -53,13 +53,13 @@ def markdown_links(text: str) -> list[str]:
 def dead(link: str, page: Path, site: Path) -> str:
     """Why a link of a page does not lead anywhere, "" if it does or is on another site."""
     if link.startswith(f"{REPOSITORY}/"):
-        kind, _, rest = link.removeprefix(f"{REPOSITORY}/").partition("/")
-        path = unquote(urldefrag(rest)[0].partition("/")[2])
+        kind, _, rest = urlparse(link).path.removeprefix(f"{urlparse(REPOSITORY).path}/").partition("/")
+        path = unquote(rest.partition("/")[2])
         in_checkout = kind in ("blob", "raw", "edit", "tree")
         return f"the repository has no {path}" if in_checkout and not (ROOT / path).exists() else ""
     if urlparse(link).scheme or link.startswith("//"):
         return ""
-    name, anchor = urldefrag(link)
+    name, anchor = urlparse(link).path, urlparse(link).fragment
     target = (
         page
         if not name

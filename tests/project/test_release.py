@@ -53,7 +53,7 @@ def test_pip_reads_the_index(tmp_path):
 def test_dead_links_of_a_site(tmp_path):
     (tmp_path / "a.html").write_text(
         '<a href="b.html#here">b</a><a href="b.html#gone">b</a><img src="missing.svg"><a href="#top" id="top">top</a>'
-        '<a href="https://example.org/x">elsewhere</a><a href="folder/">folder</a>'
+        '<a href="https://example.org/x">elsewhere</a><a href="folder/?plain=1">folder</a>'
         f'<a href="{links.REPOSITORY}/blob/v0.1.0/README.md">r</a><a href="{links.REPOSITORY}/blob/v0.1.0/GONE.md">r</a>'
     )
     (tmp_path / "b.html").write_text('<h1 id="here">b</h1>')
