@@ -168,7 +168,9 @@ class Popen(subprocess.Popen):
     HANDLED = {"cwd", "env", "pass_fds", "stderr", "stdin", "stdout"}
     server: socket.socket
     forked: _Forked | None = None
-    _child_created = False  # for __del__
+    # What subprocess.Popen.__init__ would set, for its other methods.
+    _child_created = _communication_started = text_mode = False
+    _input, _sigint_wait_secs = None, 0.25
 
     def __init__(self, args: list[str], **options: Any) -> None:
         words = args[2:] if args[:2] == [sys.executable, "-P"] else args[1:]

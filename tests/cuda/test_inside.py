@@ -14,7 +14,7 @@ INSIDE = Path(__file__).parent / "inside"
 def test_inside(file):
     ended = processes.python(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", INSIDE / file,
-        cwd=INSIDE.parents[2], OPENREG_DEVICE="cuda",
+        cwd=INSIDE.parents[2], dynamo=True, OPENREG_DEVICE="cuda",
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-20_000:] + ended.stderr[-2000:]
     assert re.search(r"\d+ passed", ended.stdout)

@@ -45,5 +45,5 @@ def _marked(name):
 @pytest.mark.parametrize("name", [_marked(name) for name in PROGRAMS])
 def test_a_program_for_cuda(name, tmp_path):
     # Under CI, PyTorch's run_tests() needs a package that writes XML.
-    ended = python(PROGRAMS[name], cwd=tmp_path, OPENREG_DEVICE="cuda", CI="")
+    ended = python(PROGRAMS[name], cwd=tmp_path, dynamo=True, nested=True, OPENREG_DEVICE="cuda", CI="")
     assert ended.returncode == 0, ended.stdout[-10_000:] + ended.stderr[-20_000:]

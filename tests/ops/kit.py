@@ -248,8 +248,14 @@ def check_transforms(function: Callable[..., Any], *inputs: Any, grads: bool = T
         assert not pull(torch.ones_like(gradient))[0].requires_grad
 
 
-def check_compiled(function: Callable[..., Any], *inputs: Any, grads: bool = True, partial: bool = False) -> set[Any]:
-    """torch.compile with fullgraph gives the eager outputs and gradients, for static and for dynamic shapes.
+def check_compiled(
+    function: Callable[..., Any],
+    *inputs: Any,
+    grads: bool = True,
+    partial: bool = False,
+    dynamic: Sequence[bool] = (False, True),
+) -> set[Any]:
+    """torch.compile with fullgraph gives the eager outputs and gradients, for each of these values of `dynamic`.
 
     Returns what the graphs of forward and backward call.
     """
@@ -259,10 +265,10 @@ def check_compiled(function: Callable[..., Any], *inputs: Any, grads: bool = Tru
         targets.update(node.target for node in graph.graph.nodes)
         return make_boxed_func(graph)
 
-    for dynamic in (False, True):
+    for sizes in dynamic:
         torch._dynamo.reset()
         backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-        compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+        compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=sizes)
         if grads:
             (outs, got), (expected_outs, expected) = (run(f, *inputs, partial=partial) for f in (compiled, function))
         else:

@@ -262,7 +262,10 @@ def test_transforms(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"nms"}))
 def test_compiled_among_others(name):
-    """Between a view and arithmetic, in one graph, which holds the operator and the one that computes its gradients."""
+    """Between a view and arithmetic, in one graph, which holds the operator and the one that computes its gradients.
+
+    With dynamic sizes; test_checker compiles it for static ones, too.
+    """
     which, function, tensors = next((i, *call) for call in calls(name) for i, x in enumerate(call[1]) if x.dim() > 1)
 
     def among(*tensors):
@@ -271,7 +274,7 @@ def test_compiled_among_others(name):
 
     grads = name in DIFFERENTIABLE and name not in SLOW_GRAPH
     inputs = [x.mT.contiguous() if i == which else x for i, x in enumerate(tensors)]
-    targets = kit.check_compiled(among, *inputs, grads=grads, partial=name in PARTIAL)
+    targets = kit.check_compiled(among, *inputs, grads=grads, partial=name in PARTIAL, dynamic=[True])
     if name in DIFFERENTIABLE and not name.endswith("_backward") and name not in IDENTITIES:
         one = [f"{name}_gradients"] if f"{name}_gradients" in NAMES else [name, f"{name}_backward"]
         assert {getattr(torch.ops.openreg, called).default for called in one if called in NAMES} <= targets

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.openreg._sanitizer as sanitizer
+from commands import command
 from processes import python
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import openreg_ops
 from openreg_tools.core import options
-from openreg_tools.ladder import command
+from openreg_tools.ladder.command import _said, recorded
 from openreg_tools.ladder.report import Checked, Ladder, Program
 from openreg_tools.ladder.rung import RUNGS, Skip, address
 from openreg_tools.trace import trace
@@ -31,9 +31,9 @@ DEVICE = "openreg"
 
 def climb(*words: str, path: Path | None = None) -> subprocess.CompletedProcess:
     folders = [str(Path(openreg_ops.__file__).parents[1]), *([str(path)] if path else [])]
-    command = ("-m", "openreg_tools", "ladder", *words, "--json", "-")
+    arguments = ("-m", "openreg_tools", "ladder", *words, "--json", "-")
     environment = {"PYTHONPATH": ":".join(folders)} | ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if path else {})
-    return python(*command, opinfo=True, nested=True, **environment)
+    return python(*arguments, opinfo=True, nested=True, **environment)
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_the_operators_of_a_program(tmp_path):
     with trace(DEVICE, name="train.py") as recording:
         torch.ops.test_ladder.planted(torch.ones(2, device=DEVICE).t())
     (file := tmp_path / "train.json").write_text(recording.json())
-    found = Ladder(DEVICE, {}, programs=(command.recorded(str(file)), Program("other.py", ("aten::add.Tensor",))))
+    found = Ladder(DEVICE, {}, programs=(recorded(str(file)), Program("other.py", ("aten::add.Tensor",))))
     used, other = found.dict()["programs"]
     assert used.pop("name") == "train.py" and used.pop("missing") == ["test_ladder::planted (fallback)"]
     assert used["fallback"] == "1 (20%)" and other["kernel"] == "1 (100%)", (used, other)
@@ -139,7 +139,7 @@ def test_what_trace_did_not_write(text, tmp_path):
     with pytest.raises(
         options.Wrong, match="expected a file that `openreg-tools trace --json` wrote, but got .*other.json"
     ):
-        command.recorded(str(file))
+        recorded(str(file))
 
 
 # The sections of PyTorch's documents; the fourth document is a translation of the first.
@@ -303,8 +303,8 @@ def test_an_assertion_without_a_message_says_what_it_expects():
     with pytest.raises(AssertionError) as error:
         assert torch.device("cpu").index == 1
     error.value.args = ()
-    assert command._said(error.value) == 'expected torch.device("cpu").index == 1'
-    assert command._said(AssertionError("so")) == "so" and command._said(ValueError("so")) == "ValueError: so"
+    assert _said(error.value) == 'expected torch.device("cpu").index == 1'
+    assert _said(AssertionError("so")) == "so" and _said(ValueError("so")) == "ValueError: so"
 
 
 def test_what_does_not_apply_is_skipped(monkeypatch):
@@ -314,7 +314,6 @@ def test_what_does_not_apply_is_skipped(monkeypatch):
         check.run(DEVICE)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("words, said", [
     (("--require", "13"), "expected the number of a rung, 1 to 12, but got '13'"),
     (("--require", "0"), "expected the number of a rung, 1 to 12, but got '0'"),
@@ -322,6 +321,5 @@ def test_what_does_not_apply_is_skipped(monkeypatch):
     (("--device", "nosuch"), "unknown device 'nosuch'"),
     (("--trace", "nosuch.json"), "nosuch.json cannot be read: No such file or directory; write it with"),
 ])  # fmt: skip
-def test_bad_options(words, said):
-    done = subprocess.run([sys.executable, "-m", "openreg_tools", "ladder", *words], capture_output=True, text=True)
-    assert done.returncode == 2 and said in " ".join(done.stderr.split()), done.stderr
+def test_bad_options(words, said, capsys):
+    assert command("ladder", *words) == 2 and said in " ".join(capsys.readouterr().err.split())

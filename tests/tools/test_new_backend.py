@@ -1,4 +1,4 @@
-"""openreg-tools new-backend: names, folders, what is written, and that the template is packaged.
+"""openreg-tools new-backend: names, folders, and what is written. tests/project/test_packaging.py has the wheel.
 
 The package that it writes has tests of its own; `make new-backend` builds it and runs them.
 """
@@ -6,18 +6,12 @@ The package that it writes has tests of its own; `make new-backend` builds it an
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
-import zipfile
-from pathlib import Path
 
 import pytest
+from processes import python
 
 from openreg_tools.core.options import Wrong
 from openreg_tools.new_backend import command
-
-TOOLS = Path(command.__file__).parents[1]
 
 
 def test_the_package_is_small_enough_to_read():
@@ -81,22 +75,9 @@ def test_rejects_folders(tmp_path):
 
 @pytest.mark.processes
 def test_command(tmp_path):
-    words = [sys.executable, "-m", "openreg_tools", "new-backend", "npu"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    words = ("-m", "openreg_tools", "new-backend", "npu")
+    done = python(*words, cwd=tmp_path)
     assert done.returncode == 0 and "pip install './torch_npu[test]'" in done.stdout, done.stderr
     assert "openreg-tools ladder --import torch_npu --device npu" in done.stdout
-    again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    again = python(*words, cwd=tmp_path)
     assert again.returncode == 2 and again.stderr.startswith("new-backend: torch_npu exists and is not empty")
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_wheel_has_the_template(tmp_path):
-    shutil.copytree(
-        TOOLS, tmp_path / "openreg_tools", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-    )
-    words = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "."]
-    subprocess.run([*words, "./openreg_tools"], cwd=tmp_path, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"openreg_tools/new_backend/template/{path.as_posix()}" for path in command.files()} <= names
