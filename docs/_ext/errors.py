@@ -26,6 +26,7 @@ class Error(NamedTuple):
     """One sentence; HOLE stands for what is known only when it is raised."""
 
     sentence: str
+    joined: str  # what stands between the sentence and its remedy, such as "; "
     remedy: str  # the part after the last semicolon, or from the first imperative on, or ""
     where: str  # file:line
 
@@ -133,14 +134,14 @@ def collect(root: Path) -> list[Error]:
     return found
 
 
-def _parts(sentence: str) -> tuple[str, str]:
-    """What was wrong, and what to do about it."""
-    said, _, remedy = sentence.rpartition("; ")
+def _parts(sentence: str) -> tuple[str, str, str]:
+    """What was wrong, what stands between, and what to do about it."""
+    said, joined, remedy = sentence.rpartition("; ")
     if remedy.startswith(HOLE):
         said = ""  # a further part of the sentence
     if not said and (found := REMEDY.search(sentence)):
-        said, remedy = sentence[: found.start()], sentence[found.end() :]
-    return (said, remedy) if said else (sentence, "")
+        said, joined, remedy = sentence[: found.start()], found[0], sentence[found.end() :]
+    return (said, joined, remedy) if said else (sentence, "", "")
 
 
 def _cell(text: str) -> str:
@@ -148,23 +149,23 @@ def _cell(text: str) -> str:
 
 
 def page(root: Path) -> str:
-    """The page of errors: a table for each part of the source."""
+    """The page of errors: a list for each part of the source, with the remedy of a message in bold."""
     text = [
         "# Errors",
         "",
-        "Every error message of the package, with its remedy. NAME is the operator or the function that raises it, and … "
-        "stands for a part that changes, such as a shape or a device. Search for words that stay the same. A message without "
-        "a remedy says what the call expected, or is PyTorch's own message on the CPU.",
+        "Every error message of the package. Search for words that stay the same: NAME is the operator or the function that "
+        "raises the message, and … stands for a part that changes, such as a shape or a device. The part in bold says what to "
+        "do. A message without it names the rule that the call broke.",
         "",
     ]
-    groups: dict[str, dict[tuple[str, str], None]] = {}
+    groups: dict[str, dict[str, None]] = {}
     for error in collect(root):
-        groups.setdefault(error.where.rpartition(":")[0], {})[error.sentence, error.remedy] = None  # each once
+        said, joined = _cell(error.sentence), _cell(error.joined)
+        line = f"{said}{joined}**{_cell(error.remedy)}**" if error.remedy else said
+        groups.setdefault(error.where.rpartition(":")[0], {})[line] = None  # each once
     folder = ""
-    for name, rows in groups.items():
+    for name, lines in groups.items():
         if folder != (folder := str(Path(name).parent)):
             text += [f"## {folder}", ""]
-        text += [f"`{Path(name).name}`", "", "| Error | What to do |", "|---|---|"]
-        text += [f"| {_cell(sentence)} | {_cell(remedy)} |" for sentence, remedy in rows]
-        text.append("")
+        text += [f"`{Path(name).name}`", "", *(f"- {line}" for line in lines), ""]
     return "\n".join(text)

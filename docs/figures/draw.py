@@ -7,6 +7,7 @@ preference where the file is an image, the theme of the page where it is part of
 from __future__ import annotations
 
 import html
+import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -378,7 +379,43 @@ def race() -> Figure:
     return f
 
 
-FIGURES = (architecture, call, graph, launch, memory, race)
+def benchmarks() -> Figure:
+    """The figures of docs/benchmarks.md as bars, read from the outputs that the page shows. It is readable on a phone."""
+    page = (HERE.parent / "benchmarks.md").read_text()
+    medians = page[page.index("the medians of 6 processes") :]
+    interval = r" +([\d.]+) +([\d.]+) to ([\d.]+) "
+    operators = r"^([\w-]+), float32, \w+ +[\d.]+ \w+ +[\d.]+ \w+ +([\d.]+) +target"
+    means = re.findall("^geometric mean, (64|1M)" + interval, page, re.M)
+    groups = [
+        ("PyTorch's operators", [(f"{size} elements", *rest) for size, *rest in means]),
+        ("Training steps", re.findall("^(mlp|transformer|lstm|resnet-block)" + interval, medians, re.M)[:4]),
+        ("The suite's operators, against eager PyTorch", re.findall(operators, page, re.M)),
+    ]
+    rows = sum(len(bars) + 1.5 for _, bars in groups)
+    height = int(58 + rows * 22)
+    f = Figure("benchmarks", 420, height, "The device's time divided by the CPU's", zoom=1.5)
+    f.parts.append(f'<rect x=".5" y=".5" width="419" height="{height - 1}" rx="8" fill="var(--paper)"/>')
+    f.text(16, 28, "The device's time divided by the CPU's", "head", "start")
+    left, unit, y = 160, 200, 52.0
+    for title, bars in groups:
+        f.text(16, y + 10, title, "dim", "start")
+        y += 20
+        for name, ratio, *ends in bars:
+            width = float(ratio) * unit
+            f.text(left - 8, y + 12, name, "dim", "end")
+            f.parts.append(f'<rect x="{left}" y="{y:g}" width="{width:g}" height="16" rx="2" fill="var(--ours)"/>')
+            if ends:
+                low, high = (left + float(end) * unit for end in ends)
+                f.parts.append(f'<path d="M{low:g} {y + 8:g}L{high:g} {y + 8:g}"/>')
+            f.text(404, y + 12, ratio, "dim", "end")
+            y += 22
+        y += 13
+    f.parts.append(f'<path class="dash" d="M{left + unit} 60L{left + unit} {y - 8:g}"/>')
+    f.text(404, 52, "1: the CPU", "dim", "end")
+    return f
+
+
+FIGURES = (architecture, benchmarks, call, graph, launch, memory, race)
 
 
 def draw() -> dict[str, str]:

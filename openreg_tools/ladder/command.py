@@ -86,7 +86,7 @@ def climb(arguments: argparse.Namespace) -> Ladder:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         outcomes = pool.map(lambda rung: run(rung, arguments, progress), rungs)
         return Ladder(arguments.device, {rung.number: found for rung, found in zip(rungs, outcomes, strict=True)},
-                      arguments.require, arguments.trace)  # fmt: skip
+                      min(arguments.require, arguments.rungs), arguments.trace)  # fmt: skip
 
 
 def recorded(path: str) -> Program:

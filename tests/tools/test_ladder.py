@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -103,6 +104,12 @@ def test_reached_is_the_last_rung_of_an_unbroken_row(verdicts, reached, first):
 def test_require_decides_the_exit_status():
     assert report(2, r3="fail").passed and not report(3, r3="fail").passed
     assert "; 3 required" in report(3, r3="fail").summary() and "required" not in report(2, r3="fail").summary()
+
+
+def test_the_rungs_that_run_are_required(monkeypatch):
+    monkeypatch.setattr(command, "run", lambda rung, arguments, progress: [])  # every rung is reached
+    options = dict(device=DEVICE, jobs=1, require=12, trace=())
+    assert command.climb(argparse.Namespace(rungs=4, **options)).summary() == f"{DEVICE} reaches rung 4 of 12"
 
 
 def test_the_page_draws_the_rungs():
