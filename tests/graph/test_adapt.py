@@ -102,7 +102,7 @@ def under_cuda(adaptation, folder):
         "f = lambda x: ((x @ x.t()).relu(), x.softmax(-1))\n"
         "torch.testing.assert_close(torch.compile(f, mode='max-autotune-no-cudagraphs')(x), f(x))"
     )
-    return python("-c", code, OPENREG_DEVICE="cuda", TORCHINDUCTOR_CACHE_DIR=str(folder))
+    return python("-c", code, dynamo=True, OPENREG_DEVICE="cuda", TORCHINDUCTOR_CACHE_DIR=str(folder))
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_cuda_without_its_libraries(adaptation, tmp_path):
         "    package = torch._inductor.aoti_compile_and_package(torch.export.export(module, (x,)), package_path=sys.argv[1])\n"
         "    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), module(x))"
     )
-    ended = python("-c", code, str(tmp_path / "model.pt2"), OPENREG_DEVICE="cuda")
+    ended = python("-c", code, str(tmp_path / "model.pt2"), dynamo=True, OPENREG_DEVICE="cuda")
     assert ("a CUDA extension needs nvcc" in ended.stderr, ended.returncode) == (
         bool(adaptation),
         int(bool(adaptation)),
