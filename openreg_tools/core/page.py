@@ -97,6 +97,6 @@ def _is_number(value: Any) -> bool:
 def _cell(value: Any, tag: str) -> str:
     cell = value if isinstance(value, Cell) else Cell(value)
     words = str(cell)
-    style = f"{cell.style} {'number' * (tag == 'td' and _is_number(words))}".strip()
+    style = f"{cell.style} {'number' * (tag == 'td' and cell.style != 'words' and _is_number(words))}".strip()
     names = "".join(f' {name}="{html.escape(v)}"' for name, v in (("class", style), ("title", cell.hint)) if v)
     return f"<{tag}{names}>{html.escape(words)}</{tag}>"

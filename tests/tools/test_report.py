@@ -153,6 +153,7 @@ def test_numbers_and_their_heads_are_flush_right():
     assert (
         '<th>name</th><th class="number">calls</th><th>mark</th>' in text and '<td class="fail number">7</td>' in text
     )
+    assert '<td class="words">2</td>' in page.page("", [Table([["name", "value"], ["count", Cell(2, "words")]])])
     assert "<th>empty</th>" in page.page("", [Table([["empty"]])])
 
 
