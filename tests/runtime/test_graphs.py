@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -172,6 +173,17 @@ def test_refused():
         g.reset()
     gc.collect()
     assert torch.openreg.memory_allocated(DEVICE) == before, "nothing leaks"
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_a_capture_collects_garbage_if_asked(collects):
+    cycle = [device([1.0])]
+    cycle.append(cycle)
+    dropped = weakref.ref(cycle[0])
+    del cycle
+    with torch.compiler.config.patch(force_cudagraph_gc=collects), torch.openreg.graph(torch.openreg.Graph()):
+        torch.ones(2, device=DEVICE)
+    assert (dropped() is None) == collects
 
 
 def test_a_void_capture_says_why():

@@ -266,6 +266,11 @@ def reads_whole_vectors(x):
     return x * (2 if not whole.isnan().any() else 3)
 
 
+def far(x):
+    """2, or 3 if elements are far apart."""
+    return 2 + (max(x.stride(), default=0) >= 2**31)
+
+
 def writes_around(x):
     x.mul_(2)
     if x.numel() and not x.is_contiguous():
@@ -595,6 +600,11 @@ TABLE = [
     Broken("sizes", "output 0 differs … if NaN surrounds them in memory: it reads past their ends", reads_whole_vectors),
     Broken("large_strides", "given x with rows 4294967296 elements apart, it raised OverflowError",
            lambda x: x * 2 if max(x.stride(), default=0) < 2**31 else (2**31).to_bytes(4, signed=True)),
+    *(Broken("large_strides", f"given x with rows 4294967296 elements apart, {what} differs … , which near ones give", **how)
+      for what, how in (
+          ("output 0", dict(kernel=lambda x: x * far(x))),
+          ("the gradient of x", dict(kernel=torch.sin, backward=lambda ctx, g: g * far(ctx.saved_tensors[0]))),
+      )),
     Broken("zero_dim", "output 0 differs in 1 of 1 elements: 0 instead of 2 at [], which the reference gives", inputs=ONES,
            kernel=lambda x: x * [0, 1, 2][x.dim()], reference=double),
     Broken("zero_dim", "output 0 has dtype float64, but the fake kernel says float32",

@@ -249,6 +249,7 @@ def test_the_first_difference_by_hand(library):
         z = model(x.to(DEVICE) + 0)
         library.scale(z)
     first = result.first
+    assert result.seconds > 0
     assert (first.index, first.operator, first.what, first.error.at) == (2, "test_compare::scale", "result", (0, 1))
     assert (first.error.got, first.error.expected, first.error.count) == (801.0, 800.0, 1)
     assert first.error.ulps == 2**14  # of 800: 2^-14

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import subprocess
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from openreg_tools.backends import Known
 from openreg_tools.conformance import command as conformance
 from openreg_tools.conformance import generate, outcomes, sweep
 from openreg_tools.conformance.report import ConformanceReport
-from openreg_tools.conformance.worker import Worker
+from openreg_tools.conformance.worker import Worker, on_workers
 from openreg_tools.core import child, opinfo
 from openreg_tools.core.options import Wrong
 
@@ -64,6 +66,29 @@ def test_a_run_is_resumed_and_judged(tmp_path, capsys):
 def test_what_cannot_be_done(words, message):
     with pytest.raises(Wrong, match=message):
         conformance.main(command(*words))
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_after_an_error_or_an_interrupt_no_item_is_taken(kind, monkeypatch):
+    taken, begun, go_on, ended = [], threading.Event(), threading.Event(), threading.Event()
+
+    def work(worker, item):
+        taken.append(item)
+        begun.set()
+        if kind is ValueError:
+            raise ValueError
+        go_on.wait(60)
+
+    def interrupted(thread):
+        begun.wait(60)
+        raise KeyboardInterrupt
+
+    if kind is KeyboardInterrupt:
+        monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(kind):
+        on_workers(range(3), [SimpleNamespace(stop=ended.set)], work)
+    go_on.set()
+    assert ended.wait(60) and taken == [0]
 
 
 def test_an_interrupted_run_says_how_it_goes_on(tmp_path, capsys, monkeypatch):

@@ -11,12 +11,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from _pytest.pytester import SysModulesSnapshot
 from processes import python
 
 import openreg_ops
 import openreg_tools.pytest_plugin
-from openreg_tools.pytest_plugin import misuse, sources
+from openreg_tools.pytest_plugin import misuse, session, sources
 
 pytest_plugins = ["pytester", "pytest_openreg_ops"]
 PATH = os.pathsep.join({str(Path(module.__file__).parents[1]) for module in (openreg_ops, openreg_tools)})
@@ -760,6 +761,13 @@ def test_a_region(pytester, run):
         result = run(*options)
         result.assert_outcomes(failed=1)
         result.stdout.fnmatch_lines(["the body of device_syncs waited for the device 1 times, and the budget is 0:"])
+
+
+def test_a_region_without_an_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    with session.device_syncs(max=0) as waits:
+        torch.ones(1).item()
+    assert waits == []
 
 
 # ---- the report ----
