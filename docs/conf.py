@@ -74,6 +74,7 @@ html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
 highlight_language = "text"
+pygments_dark_style = "a11y-dark"
 
 copybutton_prompt_text = "$ "  # of a console block, only the commands are copied
 copybutton_line_continuation_character = "\\"
@@ -86,3 +87,4 @@ def setup(app):
     app.connect("autodoc-process-docstring", docstrings.process)
     app.connect("html-page-context", site_html.omit_edit_link)
     app.add_post_transform(site_html.InlineFigures)
+    app.add_post_transform(site_html.WrapCpp)

@@ -110,7 +110,7 @@ def _paragraphs(lines: list[str]) -> str:
             out.append("  " + _escaped(line.strip()))
         elif line.startswith("  "):
             first, last = not lines[i - 1].startswith("  "), i + 1 == len(lines) or not lines[i + 1].startswith("  ")
-            out += ["", "```text"] * first + [line[2:]] + ["```", ""] * last
+            out += ["", "```output"] * first + [line[2:]] + ["```", ""] * last
         else:
             out.append(("\n" if inside else "") + _escaped(line.strip()))
             inside = False

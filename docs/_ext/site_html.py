@@ -15,7 +15,7 @@ import pages
 from docutils import nodes
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
-__all__ = ["InlineFigures", "link_notes", "name_owner", "omit_edit_link", "slug", "source_link"]
+__all__ = ["InlineFigures", "WrapCpp", "link_notes", "name_owner", "omit_edit_link", "slug", "source_link", "wrap_cpp"]
 
 
 def slug(title: str) -> str:
@@ -69,6 +69,33 @@ def source_link(root: Path, repository: str) -> Callable[[str, dict[str, str]], 
         return f"{repository}/blob/{commit}/{path}#L{first}-L{first + len(lines) - 1}"
 
     return resolve
+
+
+def wrap_cpp(line: str, width: int = 90) -> str:
+    """A line of C++ as several of at most a width, which are the same to a compiler."""
+    start = line[: len(line) - len(line.lstrip())]
+    lines = [line]
+    while len(line := lines[-1]) > width and not line.lstrip().startswith("#") and not line.endswith("\\"):
+        spaces = [i for i in range(len(start) + 8, width) if line[i] == " " and line[:i].count('"') % 2 == 0]
+        cut = max((i for i in spaces if line[i - 1] in ",;{&|"), default=0)
+        if cut < width // 2 or "//" in line[:cut]:
+            cut = max(spaces, default=0)
+        if not cut:
+            break
+        lines[-1:] = [line[:cut], start + ("// " if "//" in line[:cut] else "    ") + line[cut + 1 :]]
+    return "\n".join(lines)
+
+
+class WrapCpp(SphinxPostTransform):
+    """Breaks the lines of C++ that a page quotes from a file, where the file's column is wider than the page's."""
+
+    default_priority = 5
+
+    def run(self, **_: Any) -> None:
+        for block in list(self.document.findall(nodes.literal_block)):
+            if block.get("language") == "cpp":
+                text = "\n".join(wrap_cpp(line) for line in block.astext().split("\n"))
+                block.replace_self(nodes.literal_block(text, text, **block.attributes))
 
 
 class InlineFigures(SphinxPostTransform):

@@ -29,7 +29,7 @@ ELSEWHERE = {
     "docs/writing-an-operator.md": ("test_writing_an_operator.py", {"cpp", "python"}),
 }
 COLUMN = 90
-WRAPPED = {"console", "cpp", "output"}  # what a program prints, and code that the page quotes from a file
+WRAPPED = {"console", "cpp", "output"}  # docs/_static/site.css, docs/_ext/site_html.py: WrapCpp
 GENERATED = {"docs/notes.md", "docs/source.md"}
 INSTALLED = str(Path(openreg_ops.__file__).parents[1])  # the checkout, or a copy where it is not built
 # These appear without this package too: the first where torch 2.13 starts and stops a profile, the others from torch
@@ -217,7 +217,7 @@ def test_pages_of_their_own_tests_exist():
 
 @pytest.mark.parametrize("page", [page for page in pages() if page != "README.md"])
 def test_code_fits_its_column(page):
-    """On a screen of 1280 pixels, 90 characters fit into the site's column; docs/_static/site.css wraps WRAPPED."""
+    """On a screen of 1280 pixels, 90 characters fit into the site's column, which wraps WRAPPED."""
     text = (ROOT / page).read_text()
     wide = [
         line

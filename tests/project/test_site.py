@@ -93,6 +93,7 @@ def test_the_site(site):
     }
     edit = f"{urls['Repository']}/edit/main/docs/"
     assert f"{edit}checker.md" in (site / "checker.html").read_text() and edit not in operators
+    assert ">// the half types, as the kernel.<" in (site / "writing-an-operator.html").read_text()  # a broken line
     assert "copybutton.js" in front and "sidebar-project" in front and "logo-dark.svg" in front
 
 
