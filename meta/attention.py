@@ -76,6 +76,13 @@ def attention(
     Autocast runs it in its lower precision. Results do not depend on the number of threads.
     Sources: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691; grouped heads: Ainslie et al. 2023,
     arXiv:2305.13245.
+
+    Example:
+        >>> q = k = torch.zeros(1, 1, 2, 4)  # one head, two tokens, equal scores
+        >>> v = torch.tensor([[1.0], [3.0]]).expand(1, 1, 2, 4)
+        >>> out, logsumexp = openreg_ops.attention(q, k, v, causal=True)
+        >>> out[0, 0, :, 0]  # the second token attends to both
+        tensor([1., 2.])
     """
     scores, _, blind = _scores(q, k, bias, causal, scale)
     logsumexp = op.logsumexp(scores)

@@ -63,6 +63,12 @@ def cross_entropy(
     are kept for backward, which writes the gradient in one pass. The half types are computed in float32, and the
     loss is not rounded to them. Autocast runs it in float32.
     Sources: label smoothing, Szegedy et al. 2015, arXiv:1512.00567; z-loss, Chowdhery et al. 2022, arXiv:2204.02311.
+
+    Example:
+        >>> logits, target = torch.zeros(2, 10), torch.tensor([1, 7])
+        >>> loss, logsumexp = openreg_ops.cross_entropy(logits, target)
+        >>> loss  # log(10)
+        tensor(2.3026)
     """
     wide = logits.to(op.acc_dtype(logits.dtype))
     loss, logsumexp = loss_of(wide, target, ignore_index, label_smoothing, z_loss, reduction)

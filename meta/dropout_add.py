@@ -42,6 +42,11 @@ def dropout_add(
     Differentiable any number of times in x and residual. The half types are computed in float32. Autocast runs it in
     the wider of the two dtypes.
     Source: Srivastava et al. 2014, JMLR 15:1929; Salmon et al. 2011, doi:10.1145/2063384.2063405 for Philox.
+
+    Example:
+        >>> out, mask = openreg_ops.dropout_add(torch.ones(3), torch.ones(3), 0.0)
+        >>> out
+        tensor([2., 2., 2.])
     """
     if x.device.type == identity.name:  # in forward mode, with the numbers that the kernel draws
         mask = torch.ops.openreg.dropout_add(x.detach(), residual.detach(), p, generator=generator)[1]

@@ -30,6 +30,12 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float =
     in float32; y is computed from the sum as rounded to its dtype. Autocast runs it in float32.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467; vLLM's `fused_add_rms_norm`, which writes y over x and sum over
     residual; this operator leaves its arguments alone.
+
+    Example:
+        >>> x, residual = torch.tensor([1.0, 4.0]), torch.tensor([2.0, 0.0])
+        >>> y, total = openreg_ops.fused_add_rms_norm(x, residual, torch.ones(2), 0.0)
+        >>> total, y
+        (tensor([3., 4.]), tensor([0.8485, 1.1314]))
     """
     sum = x + residual
     wide = sum.to(op.acc_dtype(x.dtype))

@@ -62,6 +62,11 @@ def linear_cross_entropy(
     Autocast runs it in its lower precision, like the product; sums and the loss stay in float32.
     Results do not depend on the number of threads.
     Sources: Hsu et al. 2024, arXiv:2410.10989; Wijmans et al. 2024, arXiv:2411.09009.
+
+    Example:
+        >>> x, weight = torch.zeros(2, 4), torch.ones(10, 4)
+        >>> openreg_ops.linear_cross_entropy(x, weight, torch.tensor([1, 7]))  # log(10)
+        tensor(2.3026)
     """
     loss, _ = loss_of(_logits(x, weight, bias), target, ignore_index, label_smoothing, z_loss, reduction)
     return loss.contiguous()

@@ -32,6 +32,11 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     in float32. Autocast runs it in float32. Under `torch.compile` and `torch.export` K is an unbacked size.
     On openreg it is `torchvision.ops.nms` too.
     Source: torchvision.ops.nms, with which it agrees bit for bit in float32 and float64.
+
+    Example:
+        >>> boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 1.9], [5, 5, 6, 6]])
+        >>> openreg_ops.nms(boxes, torch.tensor([0.9, 0.8, 0.7]), 0.5)
+        tensor([0, 2])
     """
     order = scores.sort(stable=True, descending=True).indices
     x1, y1, x2, y2 = boxes[order].to(op.acc_dtype(boxes.dtype)).unbind(1)

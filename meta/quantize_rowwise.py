@@ -32,6 +32,11 @@ def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     Not differentiable: rounding has derivative 0 almost everywhere. Detach x, or write your own straight-through
     estimator. Autocast leaves the dtype alone.
     Source: Dettmers et al. 2022, arXiv:2208.07339, section 2; bitsandbytes' `int8_vectorwise_quant`.
+
+    Example:
+        >>> q, scale = openreg_ops.quantize_rowwise(torch.tensor([[0.5, -1.0, 2.0]]))
+        >>> q
+        tensor([[ 32, -64, 127]], dtype=torch.int8)
     """
     wide = x.to(op.acc_dtype(x.dtype))
     scale = (torch.nn.functional.pad(wide.abs(), (0, 1)).amax(-1) / 127).float()  # a 0 for empty rows

@@ -27,6 +27,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tens
     Differentiable any number of times in x and weight, through both y and rstd. The half types are computed in
     float32. Autocast runs it in float32.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467.
+
+    Example:
+        >>> y, rstd = openreg_ops.rms_norm(torch.tensor([3.0, 4.0]), torch.ones(2), eps=0.0)
+        >>> y
+        tensor([0.8485, 1.1314])
     """
     wide = x.to(op.acc_dtype(x.dtype))
     rstd = (wide.square().mean(-1) + eps).rsqrt()

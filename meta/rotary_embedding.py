@@ -51,6 +51,12 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     Linear in x, and differentiable any number of times in x, cos and sin. The half types are computed in float32.
     Autocast runs it in the widest of the three dtypes.
     Source: Su et al. 2021, arXiv:2104.09864; flash-attention's `apply_rotary_emb` for the format of the tables.
+
+    Example:
+        >>> x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+        >>> cos, sin = torch.zeros(1, 1), torch.ones(1, 1)  # a quarter turn
+        >>> openreg_ops.rotary_embedding(x, cos, sin).flatten()
+        tensor([0., 1.])
     """
     return _rotate(x, cos, sin, interleaved)
 

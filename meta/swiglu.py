@@ -25,6 +25,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Differentiable any number of times. Backward recomputes silu(gate), so no activation is kept beyond the arguments.
     The half types are computed in float32. Autocast runs it in the wider of the two dtypes.
     Source: Shazeer 2020, arXiv:2002.05202.
+
+    Example:
+        >>> openreg_ops.swiglu(torch.tensor([0.0, 1.0]), torch.tensor([2.0, 2.0]))
+        tensor([0.0000, 1.4621])
     """
     wide = op.acc_dtype(gate.dtype)
     return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype).contiguous()

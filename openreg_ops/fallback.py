@@ -128,7 +128,14 @@ def set_policy(policy: str) -> None:
 
 @contextlib.contextmanager
 def policy(policy: str, *, allow: Iterable[str] = (), deny: Iterable[str] = ()) -> Iterator[None]:
-    """``with fallback.policy("error", allow=[...], deny=[...]):`` — set a policy and additional names temporarily."""
+    """``with fallback.policy("error", allow=[...], deny=[...]):`` — set a policy and additional names temporarily.
+
+    Example:
+        >>> with openreg_ops.fallback.policy("error"):
+        ...     y = torch.ones(3, device="openreg").cumsum(0)  # raises if it left the device
+        >>> y.tolist()
+        [1.0, 2.0, 3.0]
+    """
     global _policy
     before, allowed, denied = _policy, list(_allow), list(_deny)
     allow, deny = _checked(allow, must_exist=False), _checked(deny, must_exist=False)
@@ -189,6 +196,14 @@ def share(*names: str) -> _Names:
 
     Raises:
         ValueError: no operator has such a name, or none of those that do has a CPU kernel but no device kernel.
+
+    Example:
+        >>> library = torch.library.Library("share_example", "DEF")
+        >>> _ = library.define("double(Tensor x) -> Tensor")
+        >>> library.impl("double", lambda x: x * 2, "CPU")
+        >>> _ = openreg_ops.fallback.share("share_example::*")
+        >>> torch.ops.share_example.double(torch.ones(3, device="openreg")).tolist()
+        [2.0, 2.0, 2.0]
     """
     for name in _checked(names, must_exist=True):
         if _shareable([name]):
@@ -213,7 +228,14 @@ def share(*names: str) -> _Names:
 
 
 def report() -> list[Record]:
-    """The operators that fell back since the start or the last `reset`, the most expensive first."""
+    """The operators that fell back since the start or the last `reset`, the most expensive first.
+
+    Example:
+        >>> openreg_ops.fallback.reset()
+        >>> y = torch.ones(3, device="openreg") + 1
+        >>> openreg_ops.fallback.report()
+        []
+    """
     records = [Record(name, calls, moved, ns / 1e9) for name, calls, moved, ns in _C.fallback_report()]
     return sorted(records, key=lambda record: -record.seconds)
 

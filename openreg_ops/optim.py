@@ -25,6 +25,15 @@ class AdamW(torch.optim.AdamW):
         capturable: has no effect, because steps are always counted on the device.
         differentiable: True is an error, because the step has no derivative.
         state_dtype: `torch.float32` keeps the moments of half-type parameters in float32. Default: the parameter's.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1, device="openreg")
+        >>> optimizer = openreg_ops.AdamW(model.parameters(), lr=0.1)
+        >>> before = model.weight.detach().clone()
+        >>> model(torch.ones(2, 3, device="openreg")).sum().backward()
+        >>> optimizer.step()
+        >>> torch.equal(model.weight, before)
+        False
     """
 
     def __init__(

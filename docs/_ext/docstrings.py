@@ -51,7 +51,9 @@ def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[
     above_sections = True
     for number, block in enumerate(blocks):
         rows = block.splitlines()
-        if any(row in [f"{section}:" for section in SECTIONS] for row in rows):
+        if rows and rows[0] == "Example:":
+            out += ["**Example:**", "", *(row.removeprefix("    ") for row in rows[1:])]
+        elif any(row in [f"{section}:" for section in SECTIONS] for row in rows):
             above_sections = False
             current: list[str] = []
             for row in [*rows, ""]:

@@ -102,24 +102,45 @@ _is_in_bad_fork = _C.forked
 
 @constant
 def is_available() -> bool:
-    """Returns true if there is at least one device."""
+    """Returns true if there is at least one device.
+
+    Example:
+        >>> torch.openreg.is_available()
+        True
+    """
     return _C.device_count() > 0
 
 
 @constant
 def device_count() -> int:
-    """The number of devices; set by the environment variable OPENREG_DEVICE_COUNT, 2 by default."""
+    """The number of devices; set by the environment variable OPENREG_DEVICE_COUNT, 2 by default.
+
+    Example:
+        >>> torch.openreg.device_count()
+        2
+    """
     return _C.device_count()
 
 
 def set_device(device: torch.types.Device) -> None:
-    """Make `device` current for the calling thread; a negative index has no effect."""
+    """Make `device` current for the calling thread; a negative index has no effect.
+
+    Example:
+        >>> torch.openreg.set_device(0)
+        >>> torch.openreg.current_device()
+        0
+    """
     if not (isinstance(device, int) and device < 0):
         _C.exchange_device(device_index(device))
 
 
 def synchronize(device: torch.types.Device = None) -> None:
-    """Wait until all work on all streams of `device` has finished."""
+    """Wait until all work on all streams of `device` has finished.
+
+    Example:
+        >>> x = torch.ones(3, device="openreg") * 2
+        >>> torch.openreg.synchronize()  # x is computed
+    """
     torch.accelerator.synchronize(device_index(device))
 
 
@@ -207,6 +228,12 @@ class device:
 
     Args:
         device: index, ``torch.device`` or string such as ``"openreg:1"``.
+
+    Example:
+        >>> with torch.openreg.device(1):
+        ...     x = torch.ones(3, device="openreg")
+        >>> x.device
+        device(type='openreg', index=1)
     """
 
     def __init__(self, device: torch.types.Device) -> None:

@@ -65,6 +65,14 @@ class inject:  # noqa: N801 -- used as a function
         fraction: the share of the device's memory to keep, 0.0 to 1.0, for "memory".
     Raises:
         ValueError: an unknown kind, or an argument that is out of range or does not apply to the kind.
+
+    Example:
+        >>> with torch.openreg.faults.inject("allocation"):
+        ...     try:
+        ...         torch.ones(3, device="openreg")
+        ...     except torch.OutOfMemoryError:
+        ...         print("the program can react here")
+        the program can react here
     """
 
     def __init__(

@@ -57,6 +57,16 @@ class Graph(_C.Graph):
 
     Args:
         keep_graph: keep the captured graph for `debug_dump`. `instantiate` or the first `replay` makes it executable.
+
+    Example:
+        >>> x = torch.ones(3, device="openreg")
+        >>> g = torch.openreg.Graph()
+        >>> with torch.openreg.graph(g):
+        ...     y = x * 2
+        >>> _ = x.fill_(5)
+        >>> g.replay()
+        >>> y.tolist()
+        [10.0, 10.0, 10.0]
     """
 
     _liveness: InputLiveness | None = None

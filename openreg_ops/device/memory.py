@@ -89,6 +89,11 @@ def empty_cache(mempool_id: tuple[int, int] | None = None) -> None:
     Args:
         mempool_id: a private pool; then only its memory is returned, unless a graph uses the pool. By default, pools in
             use keep their memory.
+
+    Example:
+        >>> x = torch.ones(256, device="openreg")
+        >>> del x
+        >>> torch.openreg.empty_cache()
     """
     if _C.forked():
         return
@@ -146,12 +151,27 @@ def reset_accumulated_host_memory_stats() -> None:
 
 
 def memory_allocated(device: torch.types.Device = None) -> int:
-    """Bytes that tensors occupy on `device` now."""
+    """Bytes that tensors occupy on `device` now.
+
+    Example:
+        >>> before = torch.openreg.memory_allocated()
+        >>> x = torch.ones(256, device="openreg")
+        >>> torch.openreg.memory_allocated() - before
+        1024
+    """
     return torch.accelerator.memory_allocated(device_index(device))
 
 
 def max_memory_allocated(device: torch.types.Device = None) -> int:
-    """The peak number of bytes that tensors occupied on `device` since `reset_peak_memory_stats`."""
+    """The peak number of bytes that tensors occupied on `device` since `reset_peak_memory_stats`.
+
+    Example:
+        >>> torch.openreg.reset_peak_memory_stats()
+        >>> before = torch.openreg.memory_allocated()
+        >>> x = torch.ones(256, device="openreg") + 1  # both tensors live for a moment
+        >>> torch.openreg.max_memory_allocated() - before >= 2048
+        True
+    """
     return torch.accelerator.max_memory_allocated(device_index(device))
 
 

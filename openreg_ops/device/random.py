@@ -30,7 +30,15 @@ default_generators: tuple[torch.Generator, ...] = tuple(_C.default_generator(i) 
 
 
 def get_rng_state(device: torch.types.Device = None) -> torch.Tensor:
-    """The state of `device`'s default generator, a CPU ByteTensor."""
+    """The state of `device`'s default generator, a CPU ByteTensor.
+
+    Example:
+        >>> state = torch.openreg.get_rng_state()
+        >>> x = torch.rand(2, device="openreg")
+        >>> torch.openreg.set_rng_state(state)
+        >>> torch.equal(torch.rand(2, device="openreg"), x)
+        True
+    """
     return default_generators[device_index(device)].get_state()
 
 
@@ -52,7 +60,15 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the current device's default generator with the integer `seed`."""
+    """Seed the current device's default generator with the integer `seed`.
+
+    Example:
+        >>> torch.openreg.manual_seed(0)
+        >>> x = torch.rand(2, device="openreg")
+        >>> torch.openreg.manual_seed(0)
+        >>> torch.equal(torch.rand(2, device="openreg"), x)
+        True
+    """
     default_generators[_C.current_device()].manual_seed(int(seed))
 
 

@@ -48,6 +48,14 @@ class Stream(metaclass=_OfDevice):
         priority: 0, or negative for a more urgent stream; a value outside `priority_range()` is clamped. The stream's
             attribute `priority` returns it. As on CUDA it is only a hint and does not change any order: every stream
             with queued work has its own thread, and the operating system shares the processor among them.
+
+    Example:
+        >>> side = torch.openreg.Stream()
+        >>> with side:
+        ...     x = torch.ones(3, device="openreg") * 2
+        >>> torch.openreg.current_stream().wait_stream(side)  # before x is used here
+        >>> x.tolist()
+        [2.0, 2.0, 2.0]
     """
 
     _base = torch.Stream
@@ -79,6 +87,14 @@ class Event(metaclass=_OfDevice):
             current now.
     Raises:
         ValueError: an interprocess event that is external or has timing, which CUDA does not support either.
+
+    Example:
+        >>> host = torch.zeros(3, pin_memory=True)
+        >>> _ = host.copy_(torch.ones(3, device="openreg"), non_blocking=True)
+        >>> done = torch.openreg.current_stream().record_event()
+        >>> done.synchronize()  # before the host reads
+        >>> host.tolist()
+        [1.0, 1.0, 1.0]
     """
 
     _base = torch.Event
@@ -136,7 +152,12 @@ class InterprocessEvent(torch.Event):
 
 
 def current_stream(device: torch.types.Device = None) -> torch.Stream:
-    """The calling thread's current stream on `device`."""
+    """The calling thread's current stream on `device`.
+
+    Example:
+        >>> torch.openreg.current_stream() == torch.openreg.default_stream()
+        True
+    """
     return torch.accelerator.current_stream(device_index(device))
 
 
@@ -218,6 +239,12 @@ def set_launch_mode(mode: str) -> None:
     Raises:
         ValueError: an unknown mode.
         RuntimeError: another mode than "async" in a program whose orders `torch.openreg.schedules` tries.
+
+    Example:
+        >>> torch.openreg.set_launch_mode("async")  # a missing wait can now give wrong numbers
+        >>> torch.openreg.get_launch_mode()
+        'async'
+        >>> torch.openreg.set_launch_mode("inline")
     """
     if mode not in _MODES:
         raise ValueError(f"set_launch_mode: expected 'inline', 'async' or 'sync', but got {mode!r}")

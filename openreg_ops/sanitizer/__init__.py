@@ -105,6 +105,18 @@ def sanitize(report: Report | None = None) -> Iterator[None]:
     """``with torch.openreg._sanitizer.sanitize():`` checks its body, unless the thread is checked already.
 
     `report` is as in `enable_openreg_sanitizer`.
+
+    Example:
+        >>> x = torch.ones(3, device="openreg")
+        >>> side = torch.openreg.Stream()
+        >>> with torch.openreg._sanitizer.sanitize():
+        ...     x += 1
+        ...     with side:
+        ...         try:
+        ...             y = x * 2  # side has not waited
+        ...         except torch.openreg._sanitizer.OpenregSanitizerErrors as race:
+        ...             print(type(race.errors[0]).__name__)
+        UnsynchronizedAccessError
     """
     if getattr(_thread, "modes", None):
         yield

@@ -174,6 +174,15 @@ def schedules(
         RuntimeError: called inside another call's program, while another thread tries orders, or inside a capture.
 
     Exceptions that the program raises in its own order are passed on.
+
+    Example:
+        >>> def program():
+        ...     host = torch.zeros(4, pin_memory=True)
+        ...     host.copy_(torch.ones(4, device="openreg"), non_blocking=True)
+        ...     torch.openreg.synchronize()  # without it, the result depends on the order
+        ...     return host.clone()
+        >>> print(torch.openreg.schedules(program, seeds=10))
+        schedules: 10 orders of 2 pieces of work give the same result
     """
     return Exploration(program, args, _seeds(seeds), rtol, atol).run()
 

@@ -220,6 +220,13 @@ def check(
 
     The checks run in a forked child process, unless this process has used an accelerator that the samples are on: a crash
     or a hang fails one check. What the operator changes in its process, such as a list of its calls, changes there alone.
+
+    Example:
+        >>> from openreg_tools.check import check
+        >>> x = torch.ones(2, 3)
+        >>> report = check("openreg::swiglu", [(x, x)], only=["schema", "backward"])
+        >>> report.passed
+        True
     """
     if isinstance(sample_inputs, Iterable):
         sample_inputs = list(sample_inputs)

@@ -81,7 +81,7 @@ def changed(files, diff):
     name = name.split()[0]
     for hunk in hunks:
         lines = hunk.splitlines(keepends=True)
-        old, new = ("".join(line[1:] for line in lines if line[0] != sign) for sign in "+-")
+        old, new = ("".join(line[1:] or line for line in lines if line[0] != sign) for sign in "+-")
         assert files[name].count(old) == 1, f"{name} has these lines not once: {old}"
         files = files | {name: files[name].replace(old, new)}
     return {name: files[name]}
@@ -208,6 +208,15 @@ def test_links_lead_somewhere(page):
         elif anchor and path.exists() and anchor not in anchors(path.relative_to(ROOT)):
             wrong.append(link)
     assert not wrong, f"{page}: these links lead nowhere: {wrong}"
+
+
+def test_the_diff_of_the_backend_tutorial_applies():
+    template = (ROOT / "openreg_tools/new_backend/template/csrc/kernels.cpp").read_text()
+    (diff,) = (text for page, _, of, text in blocks() if page == "docs/tutorial-backend.md" and of == "diff")
+    assert (
+        'm.impl("relu", relu);'
+        in changed({"torch_acme/csrc/kernels.cpp": template}, diff)["torch_acme/csrc/kernels.cpp"]
+    )
 
 
 def test_pages_of_their_own_tests_exist():

@@ -1,6 +1,7 @@
 """Every public name documents its arguments and results; these tests name any that does not."""
 
 import dataclasses
+import doctest
 import importlib
 import inspect
 import re
@@ -89,6 +90,23 @@ def test_public_names_say_what_they_take():
 def test_sections_are_lists_of_entries():
     found = {name: lines for name, value in public() if (lines := stray(value))}
     assert found == {}
+
+
+EXAMPLES = {name: text for name, value in public() if ">>>" in (text := document(value))}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_prints_what_it_shows(name):
+    test = doctest.DocTestParser().get_doctest(
+        EXAMPLES[name], {"torch": torch, "openreg_ops": openreg_ops}, name, None, 0
+    )
+    said = []
+    doctest.DocTestRunner().run(test, out=said.append)
+    assert not said, "".join(said)
+
+
+def test_what_people_use_most_has_an_example():
+    assert len(EXAMPLES) >= 30
 
 
 @pytest.mark.parametrize("name", OPERATORS)
