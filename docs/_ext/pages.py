@@ -143,7 +143,7 @@ def purpose(path: Path) -> str:
     text = path.read_text()
     if path.suffix == ".py":
         match = re.match(r'"""(.*?)"""', text, re.S)
-        words = match[1] if match else ""
+        words = match[1].strip().partition("\n\n")[0] if match else ""
     else:
         lines = []
         for line in text.splitlines():
