@@ -103,7 +103,6 @@ void bind_streams(py::module_& m) {
     launch(current_stream(checked_index(device)), [message] { throw std::runtime_error(message); });
   });
   m.def("is_stream", [](int device, int64_t id) { return is_stream({device, id}); });
-  m.def("stream_priority", [](int device, int64_t id) { return stream_priority({device, id}); });
   add_properties();
   m.def(
       "make_interprocess", [](const py::object& event) { event_of(event) = c10::Event(identity.type, kInterprocess); });
