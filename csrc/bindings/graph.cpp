@@ -19,10 +19,10 @@
 namespace openreg {
 namespace {
 
-constexpr std::array kNotTheProgram{"/torch/", "/torchinductor_", "<eval_with_key>", "/openreg_ops/", "/_pytest/",
-    "/pluggy/", "/contextlib.py", "/reprlib.py", "/typing_extensions.py"};
+constexpr std::array kNotTheProgram{"/torch/", "/torchinductor_", "<eval_with_key>", "/openreg_ops/", "/openreg_tools/",
+    "/_pytest/", "/pluggy/", "/contextlib.py", "/reprlib.py", "/typing_extensions.py"};
 
-// The Python line that the calling thread is executing, outside torch, pytest and this package; empty on a
+// The Python line that the calling thread is executing, outside torch, pytest and our packages; empty on a
 // thread that C++ started, such as autograd's.
 std::string python_line() {
   if (!Py_IsInitialized() || !PyGILState_GetThisThreadState()) return {};
