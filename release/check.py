@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--torch", required=True, help="the version of torch to build for")
     parser.add_argument("--python", required=True, help="the Python to build with")
     options = parser.parse_args()
-    make = ["make", f"TORCH={options.torch}", f"PYTHON={options.python}"]
+    make = ["make", "--no-print-directory", f"TORCH={options.torch}", f"PYTHON={options.python}"]
     dist = ROOT / "dist"
     shutil.rmtree(LOGS, ignore_errors=True)
     shutil.rmtree(dist, ignore_errors=True)
