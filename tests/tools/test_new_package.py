@@ -239,3 +239,5 @@ def test_its_workflow_installs_the_wheel_for_its_torch(tmp_path):
     wheel = f"openreg_ops=={openreg_ops._build.VERSION}+torch{torch}"
     assert f"- run: pip install torch=={torch} --index-url https://" in text
     assert f"- run: pip install {wheel} --extra-index-url {about.address('Documentation')}wheels/ #" in text
+    readme = (tmp_path / "its_workflow" / "README.md").read_text()
+    assert f"pip install {wheel} --extra-index-url " in readme
