@@ -201,8 +201,8 @@ def share(*names: str) -> _Names:
         >>> library = torch.library.Library("share_example", "DEF")
         >>> _ = library.define("double(Tensor x) -> Tensor")
         >>> library.impl("double", lambda x: x * 2, "CPU")
-        >>> _ = openreg_ops.fallback.share("share_example::*")
-        >>> torch.ops.share_example.double(torch.ones(3, device="openreg")).tolist()
+        >>> with openreg_ops.fallback.share("share_example::*"):
+        ...     torch.ops.share_example.double(torch.ones(3, device="openreg")).tolist()
         [2.0, 2.0, 2.0]
     """
     for name in _checked(names, must_exist=True):
