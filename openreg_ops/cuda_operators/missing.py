@@ -44,7 +44,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "miopen_rnn",
         "miopen_rnn_backward",
     ),
-    "2:4 sparsity has formats of NVIDIA's tensor cores; multiply the dense matrix, which has the same product": (
+    "2:4 sparsity uses formats of NVIDIA's tensor cores; multiply the dense matrix, which has the same product": (
         "_cslt_compress",
         "_cslt_sparse_mm",
         "_cslt_sparse_mm_search",
@@ -56,7 +56,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "_sparse_semi_structured_tile",
         "_to_sparse_semi_structured",
     ),
-    "It launches a Triton kernel of CUDA's; call torch.nn.functional.scaled_dot_product_attention": (
+    "It launches a Triton kernel written for CUDA; call torch.nn.functional.scaled_dot_product_attention": (
         "_triton_multi_head_attention",
         "_triton_scaled_dot_attention",
     ),

@@ -71,8 +71,8 @@ def duration(text: str) -> float:
 
 
 def split(words: Iterable[str]) -> list[str]:
-    """The names in the words of an option, which may also be separated by commas."""
-    return [name for word in words for name in word.split(",") if name]
+    """The names in the words of an option, separated by commas or spaces."""
+    return [name for word in words for name in word.replace(",", " ").split()]
 
 
 # ---- names that do not exist ----

@@ -132,7 +132,7 @@ def test_types_of_options(tmp_path):
     assert options.regex("a+") == "a+" and options.file("-") == "-"
     assert options.count("1") == 1 and options.duration("0.001") == 0.001 and type(options.duration("2")) is float
     assert options.file(str(tmp_path / "new.json")) == str(tmp_path / "new.json")
-    assert options.split(["a,b", "c"]) == ["a", "b", "c"]
+    assert options.split(["a,b", "c d", "e"]) == ["a", "b", "c", "d", "e"]
     for function, text, sentence in (
         (options.regex, "(", r"'\(' is not a regular expression: missing"),
         (options.file, "", "expected the name of a file, but got ''"),
