@@ -29,7 +29,7 @@ from openreg_tools.core.attempts import Attempt, attempts
 from openreg_tools.core.blocks import all_lines
 from openreg_tools.core.device import usable
 from openreg_tools.core.move import Move
-from openreg_tools.core.options import Wrong, unknown
+from openreg_tools.core.options import Wrong, split, unknown
 from openreg_tools.core.samples import Sample, sample_of
 
 # ---- the operator ----
@@ -205,7 +205,8 @@ def check(
             than the CPU, the operator's own CPU kernel.
         intended_gradient: a differentiable function of the same arguments that has the gradient that the operator should
             have, if that is not its derivative: ``lambda x: x`` for rounding with a straight-through gradient.
-        only, skip: names of checks, or one name. ``only="fast"`` means the checks for an editor, which take a second.
+        only, skip: names of checks, in a list or in a text with spaces or commas between them. ``only="fast"`` means the
+            checks for an editor, which take a second.
         known: checks that this operator is known to fail, each with the cause. They count as passed; one that no longer
             fails for any sample fails the report. By default, those that the operator's package lists.
         timeout: how many seconds one check of one sample may take.
@@ -253,7 +254,7 @@ def prepare(
 ) -> Checks:
     """Resolve the operator and make its samples. The arguments are those of `check`."""
     op = operator(op)
-    only, skip = ([names] if isinstance(names, str) else names for names in (only, skip))
+    only, skip = (split([names] if isinstance(names, str) else names) for names in (only, skip))
     only, skip = ([name.replace("-", "_") for name in names] for names in (only, skip))
     if "fast" in only:
         only = [*(name for name in CHECKS if name not in SLOW), *(name for name in only if name != "fast")]

@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(explanation(arguments.explain))
         return 0
     if arguments.op is None:
-        raise Wrong("expected an operator, or --explain CHECK")
+        raise Wrong("expected an operator before the options, such as my_ops:scale, or --explain CHECK")
     if arguments.seed is not None and arguments.generate is None:
         raise Wrong("--seed is the seed of generated calls: add --generate N")
     if "generated" in split([*arguments.only, *arguments.skip]):

@@ -30,6 +30,7 @@ _ACCELERATOR = "torch.accelerator.current_accelerator()"
 _REMEDIES = {
     "host": (("", "copy to the host first, with x.cpu() or x.numpy(force=True)"),),
     "race": (
+        (" reuses memory", "call record_stream(stream) before the last reference is dropped, with the stream that used it"),
         ("^the host", "call torch.accelerator.synchronize() before the host reads"),
         ("", "let the stream wait first: stream.wait_stream(other)"),
     ),

@@ -217,7 +217,13 @@ class Watch:
                 self.tell("pinned", f"written while {name} may read it")
             else:
                 reader = "the host" if now.stream is None else f"stream {now.stream[1]}"
-                self.tell("race", f"{reader} did not wait for {name}")
+                reused = getattr(then, "freed", None) is not None
+                self.tell(
+                    "race",
+                    f"{reader} reuses memory freed before {name} ran"
+                    if reused
+                    else f"{reader} did not wait for {name}",
+                )
 
     def _copied(self, source: torch.Tensor, to: torch.device, non_blocking: bool, pinned: bool) -> None:
         if not non_blocking:

@@ -824,7 +824,7 @@ ONE_ELEMENT = {
 OFTEN = {
     "reference": "no reference was given",
     "fake_numbers": "it returns no number",
-    "int_sizes": "no argument is an int",
+    "int_sizes": "no argument is an int; SymInt is right for a size",
     "defaults": "no argument has a default",
     "effects": "it returns or writes something",
     **skips("cpu has no streams", "stream devices"),

@@ -81,7 +81,7 @@ def test_words_that_the_parser_does_not_know(capsys, words, sentence):
         (["check", "own_ops:scal"], "own_ops has no attribute 'scal'; did you mean 'scale'?"),
         (["check", "own_ops:nosuch"], "own_ops has no attribute 'nosuch'. Operators in it: scale"),
         (["check", "own_ops:scale.nosuch"], "own_ops:scale has no attribute 'nosuch'."),
-        (["check"], "expected an operator, or --explain CHECK"),
+        (["check"], "expected an operator before the options, such as my_ops:scale, or --explain CHECK"),
         (["check", "no_module:op"], "there is no module no_module in the current folder or on the path"),
         (["check", "own_ops:scale", "--only", "fake_layout"], "unknown check 'fake_layout'; did you mean 'fake_layouts'?"),
         (["check", "needs_another:op"], "importing needs_another failed: No module named 'a_missing_package'"),

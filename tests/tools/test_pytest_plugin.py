@@ -308,6 +308,12 @@ RACES = """
         return y.sum()  # ! the host did not wait for aten::_to_copy
     def stream(x):
         with torch.openreg.Stream(): return x * 2  # ! stream N did not wait for aten::ones
+    def reuse(x):
+        y, side = x.repeat(1 << 16), torch.openreg.Stream()
+        side.wait_stream(torch.openreg.current_stream())
+        with side: z = y * 2
+        del y
+        return x.repeat(1 << 16), z  # ! stream N reuses memory freed before aten::mul.Tensor ran
     def right(x):
         side, y = torch.openreg.Stream(), x.to("cpu", non_blocking=True)
         torch.openreg.current_stream().synchronize()

@@ -259,7 +259,7 @@ def int_sizes(case: Case) -> str | None:
     """An argument that is a size of an output is SymInt in the schema, so that a new size does not compile again."""
     ints = [a for a in case.schema.arguments if "int" in str(a.type) and not is_symbolic(case.op, a.name)]
     if not ints:
-        skip("no argument is an int")
+        skip("no argument is an int; SymInt is right for a size")
     sizes = set(sizes_of(case.leaves))
     for argument in ints:
         value = case.value(argument.name)

@@ -336,8 +336,8 @@ def _in_half(call: _Forward, long: int, dtype: torch.dtype, change: Callable[[Te
             case.fail(
                 f"given {kind} {inputs}, {call.what} {k} differs from that of the same values in float32 by "
                 f"{error / scale:.0%} of its largest element",
-                "add in float32 and round the sum once (a float accumulator, at::opmath_type, x.float().sum()), also in the "
-                "backward",
+                "compute in float32 and round once at the end (a float accumulator, at::opmath_type, x.float()), also in the "
+                "backward: sums in half precision, and differences of rounded numbers, lose digits",
             )
 
 
