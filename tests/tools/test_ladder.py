@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import openreg_ops
 from openreg_tools.core import options
 from openreg_tools.ladder.command import _said, recorded
+from openreg_tools.ladder.command import climb as climbed
 from openreg_tools.ladder.report import Checked, Ladder, Program
 from openreg_tools.ladder.rung import RUNGS, Skip, address
 from openreg_tools.trace import trace
@@ -107,9 +108,9 @@ def test_require_decides_the_exit_status():
 
 
 def test_the_rungs_that_run_are_required(monkeypatch):
-    monkeypatch.setattr(command, "run", lambda rung, arguments, progress: [])  # every rung is reached
+    monkeypatch.setattr("openreg_tools.ladder.command.run", lambda rung, arguments, progress: [])  # every rung is reached
     options = dict(device=DEVICE, jobs=1, require=12, trace=())
-    assert command.climb(argparse.Namespace(rungs=4, **options)).summary() == f"{DEVICE} reaches rung 4 of 12"
+    assert climbed(argparse.Namespace(rungs=4, **options)).summary() == f"{DEVICE} reaches rung 4 of 12"
 
 
 def test_the_page_draws_the_rungs():

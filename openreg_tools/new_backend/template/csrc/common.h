@@ -88,7 +88,9 @@ T* local(T* pointer) {
 }
 
 // The geometry of a tensor, which a kernel owns. In a kernel, tensor() is a CPU tensor over the same memory, with which
-// the stand-in's kernels call ATen. A kernel for real hardware reads the fields.
+// the stand-in's kernels call ATen. A kernel for real hardware reads the fields. They do not say whether a tensor is a
+// lazy conjugate or negative (is_conj, is_neg). PyTorch resolves these before it calls most kernels, but not before mm,
+// bmm, dot and other products.
 struct View {
   View(const at::TensorBase& x, bool write = false) // write: the kernel changes x
       : data(write ? x.mutable_data_ptr() : const_cast<void*>(x.const_data_ptr())), sizes(x.sizes().vec()),
@@ -126,11 +128,14 @@ void launch(acme_stream* stream, const char* name, Work work) {
   owned.release(); // the kernel deletes it
 }
 
-// Returns a contiguous result with the shape and dtype of inputs[0], which the kernel `work(result, inputs)` computes.
+// Returns a result with the shape, dtype and layout of inputs[0], which the kernel `work(result, inputs)` computes.
 // It gets CPU tensors over the memory of the device.
 template <class Work>
 at::Tensor compute(const char* name, const Tensors& inputs, Work work) {
-  at::Tensor result = at::empty_like(inputs[0], at::MemoryFormat::Contiguous);
+  for (const at::Tensor& x : inputs)
+    TORCH_CHECK(!x.is_conj() && !x.is_neg(), name, ": expected no lazy conjugate or negative, but got one; ",
+        "call resolve_conj() and resolve_neg() first");
+  at::Tensor result = at::empty_like(inputs[0]);
   std::vector<View> views(inputs.begin(), inputs.end());
   launch(native_stream(result), name, [to = View(result), views, work] {
     Tensors local;

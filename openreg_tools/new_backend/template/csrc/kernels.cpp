@@ -29,7 +29,7 @@ at::Tensor& fill_scalar(at::Tensor& self, const at::Scalar& value) {
   return self;
 }
 
-// ---- a structured operator through its stub: ATen's abs_out allocates and promotes, and then calls abs_stub ----
+// ---- an operator through its stub: ATen's abs_out allocates and promotes, and then calls abs_stub ----
 
 void abs_kernel(at::TensorIteratorBase& iter) {
   const View to(iter.tensor_base(0), true), from(iter.tensor_base(1));
