@@ -108,7 +108,9 @@ def test_require_decides_the_exit_status():
 
 
 def test_the_rungs_that_run_are_required(monkeypatch):
-    monkeypatch.setattr("openreg_tools.ladder.command.run", lambda rung, arguments, progress: [])  # every rung is reached
+    monkeypatch.setattr(
+        "openreg_tools.ladder.command.run", lambda rung, arguments, progress: []
+    )  # every rung is reached
     options = dict(device=DEVICE, jobs=1, require=12, trace=())
     assert climbed(argparse.Namespace(rungs=4, **options)).summary() == f"{DEVICE} reaches rung 4 of 12"
 
