@@ -25,7 +25,6 @@ import tempfile
 import types
 import warnings
 from collections.abc import Mapping
-from multiprocessing import popen_spawn_posix, util
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +330,8 @@ def _nest() -> dict | None:
 
 def _fork_what_is_spawned() -> None:
     """Let processes of multiprocessing's method "spawn" fork from `Popen.server`."""
+    from multiprocessing import popen_spawn_posix, util  # here, because a server's programs import it for their exit
+
     forked: dict[int, _Forked] = {}
     spawn, poll = util.spawnv_passfds, popen_spawn_posix.Popen.poll
 
@@ -343,7 +344,7 @@ def _fork_what_is_spawned() -> None:
         forked[process.pid] = process
         return process.pid
 
-    def ended(self: popen_spawn_posix.Popen, flag: int = os.WNOHANG) -> int | None:
+    def ended(self: Any, flag: int = os.WNOHANG) -> int | None:
         if self.pid not in forked:
             return poll(self, flag)
         if self.returncode is None:
