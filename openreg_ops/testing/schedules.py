@@ -198,6 +198,7 @@ class SchedulesPlugin:
             for test, (what, missing, again, drawn) in self.pages.items()
         ]  # fmt: skip
 
+    @pytest.hookimpl(tryfirst=True)  # before the misuse, whichever plugin was loaded first
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("orders of streams")
         differ = sum(differs for _, differs in self.tried.values())

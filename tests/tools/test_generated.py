@@ -342,7 +342,8 @@ def test_a_wrong_case_is_refused(monkeypatch):
 
 @pytest.fixture(scope="module")
 def calls():
-    return generated_calls.Calls("openreg", {}, lambda answer: None)
+    yield generated_calls.Calls("openreg", {}, lambda answer: None)
+    torch.openreg.set_per_process_memory_fraction(1.0)  # which a worker process limits
 
 
 @pytest.fixture
