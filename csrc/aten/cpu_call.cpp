@@ -377,8 +377,8 @@ void CpuCall::alias_special(Slot& slot) {
 }
 
 at::Generator CpuCall::generator(const std::optional<at::Generator>& generator) {
-  TORCH_CHECK(!refused_.defined(), "Expected a '", refused_.device().type(),
-      "' device type for generator but found '", identity.name, "'; make it with torch.Generator(device=...)");
+  TORCH_CHECK(!refused_.defined(), "Expected a '", refused_.device().type(), "' device type for generator but found '",
+      identity.name, "'; make it with torch.Generator(device=...)");
   const at::Generator& used = generator && generator->defined() ? *generator : default_generator(device());
   TORCH_CHECK(on_device(used.device()) && used.device().index() == device(), "Expected a generator on ",
       device_at(device()), " but found one on ", used.device(), "; make it with torch.Generator(device=...)");
