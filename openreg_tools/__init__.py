@@ -10,7 +10,7 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        import importlib.metadata
+        from openreg_tools.core import about
 
-        return importlib.metadata.version("openreg_tools")
+        return about.version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -76,7 +76,7 @@ class _Aside:
 def _aside(item: pytest.Item) -> Iterator[_Aside]:
     """In the body, the test runs without a watch for misuse, and leaves nothing in its own report."""
     session = item.config.pluginmanager.get_plugin("openreg_tools.pytest_plugin.session")
-    watch, session.watch = session.watch, None  # which would count each order, and be the line of each launch
+    watch, session.watch = session.watch, None  # it would count each order, and stand between a launch and its line
     lists = item._report_sections, item.user_properties, item.own_markers
     before, quiet = [[*entries] for entries in lists], _Aside(item.ihook)
     item.session.gethookproxy = lambda path: quiet  # type: ignore[method-assign, assignment]  # what item.ihook returns

@@ -30,7 +30,7 @@ from openreg_tools.core.blocks import Block, Lines, Section, Table, Text
 from openreg_tools.core.options import Wrong
 from openreg_tools.core.report import Progress, Report, say
 
-__all__ = ["Finding", "GeneratedReport", "Tested", "listed", "replay", "search"]
+__all__ = ["GeneratedFinding", "GeneratedReport", "Tested", "listed", "replay", "search"]
 
 BATCH = 8  # the fewest cases of an operator that gets any
 OWN = 3  # times as many cases for a kernel of the device's own package
@@ -77,7 +77,7 @@ ENDS = {
 
 
 @dataclasses.dataclass
-class Finding:
+class GeneratedFinding:
     """A difference between the device and the CPU, shrunk."""
 
     operator: str
@@ -96,7 +96,7 @@ class Tested:
     notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     reached: int = 0  # cases in which the device's kernel completed, or failed where the CPU's did not
     never: str = ""  # why the kernel was not reached
-    finding: Finding | None = None
+    finding: GeneratedFinding | None = None
 
     def add(self, found: dict[str, Any]) -> None:
         """Count what a worker found; nothing but a failure if it ended."""
@@ -119,14 +119,14 @@ class GeneratedReport(Report):
         self.title = f"generated calls on {self.device}, torch {torch.__version__}"
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[GeneratedFinding]:
         return [tested.finding for tested in self.operators if tested.finding]
 
     @property
     def passed(self) -> bool:
         return not self.findings
 
-    def command(self, finding: Finding) -> str:
+    def command(self, finding: GeneratedFinding) -> str:
         """The command that runs the case of a finding again."""
         imports = "".join(f" --import {module}" for module in self.modules)
         case = shlex.quote(json.dumps(finding.case))
@@ -219,7 +219,9 @@ def explore(worker: Worker, name: str, count: int, seed: int, given: dict[str, A
     tested.add(found)
     failure = found.get("failure") or _ended(found)
     if failure and (shrunk := _shrunk(worker, failure, given)):
-        tested.finding = Finding(name, **shrunk | {"case": shrunk["case"] | ({"given": given} if given else {})})
+        tested.finding = GeneratedFinding(
+            name, **shrunk | {"case": shrunk["case"] | ({"given": given} if given else {})}
+        )
     elif failure:
         tested.notes["a failure that did not repeat in a new process"] += 1
     if not tested.reached and not tested.finding:
@@ -314,7 +316,7 @@ def replay(arguments: argparse.Namespace) -> GeneratedReport:
         tested = Tested(name)
         tested.add(found)
         if failure := found.get("failure") or _ended(found):
-            tested.finding = Finding(name, **failure | {"case": json.loads(arguments.case)})
+            tested.finding = GeneratedFinding(name, **failure | {"case": json.loads(arguments.case)})
     finally:
         worker.stop()
     return GeneratedReport(arguments.device, 0, list(arguments.modules), [tested], time.monotonic() - start)

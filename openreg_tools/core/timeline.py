@@ -11,7 +11,7 @@ from openreg_tools.core.blocks import PageOnly, counted, cut
 __all__ = ["TimelineRow", "timeline"]
 
 TOP, ROW, LEFT, GAP = 30, 40, 22, 18  # pixels; the gap between two lanes is where lines go down
-MOST, AROUND = 24, 4  # of a longer timeline, only the rows around those with a style are shown
+MOST, AROUND = 24, 4  # a timeline of more rows shows only those around the rows with a style
 
 
 class TimelineRow(NamedTuple):

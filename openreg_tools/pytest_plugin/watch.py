@@ -217,13 +217,9 @@ class Watch:
                 self.tell("pinned", f"written while {name} may read it")
             else:
                 reader = "the host" if now.stream is None else f"stream {now.stream[1]}"
-                reused = getattr(then, "freed", None) is not None
-                self.tell(
-                    "race",
-                    f"{reader} reuses memory freed before {name} ran"
-                    if reused
-                    else f"{reader} did not wait for {name}",
-                )
+                freed = getattr(then, "freed", None)
+                did = f"did not wait for {name}" if freed is None else f"reuses memory freed before {name} ran"
+                self.tell("race", f"{reader} {did}")
 
     def _copied(self, source: torch.Tensor, to: torch.device, non_blocking: bool, pinned: bool) -> None:
         if not non_blocking:

@@ -242,7 +242,7 @@ def test_backward_operator():
     for given in logsumexp, blind:
         inputs = (grad_out, grad_logsumexp, q, k, v, bias, out, given)
         kit.check_against(backward, expected, *inputs, scale=10, grads=False)
-        kit.check_other_devices(backward, *inputs, compiled=False)  # which test_every_operator.py compiles
+        kit.check_other_devices(backward, *inputs, compiled=False)  # test_every_operator.py compiles it
     *_, grad_bias = attention_backward(grad_out, None, q, k, v, bias, out, logsumexp, scale=0.5)
     assert grad_bias.shape == (0,)
 

@@ -25,7 +25,7 @@ current = torch.accelerator.current_stream
 
 
 @dataclass
-class Report:
+class PublicRace:
     url: str
     pattern: str
     program: Callable[[bool], Any]
@@ -68,12 +68,12 @@ class Report:
         return "always" if difference_of(self.run(True), self.run(False), 0, 0) else "never"
 
 
-REPORTS: list[Report] = []
+REPORTS: list[PublicRace] = []
 
 
 def report(path: str, pattern: str, wrong: str = "some orders") -> Callable[[Callable], Callable]:
     def add(program: Callable[[bool], Any]) -> Callable[[bool], Any]:
-        REPORTS.append(Report(f"https://github.com/{path}", pattern, program, wrong))
+        REPORTS.append(PublicRace(f"https://github.com/{path}", pattern, program, wrong))
         return program
 
     return add

@@ -343,7 +343,7 @@ def test_a_wrong_case_is_refused(monkeypatch):
 @pytest.fixture(scope="module")
 def calls():
     yield generated_calls.Calls("openreg", {}, lambda answer: None)
-    torch.openreg.set_per_process_memory_fraction(1.0)  # which a worker process limits
+    torch.openreg.set_per_process_memory_fraction(1.0)  # the fixture has limited it, as in a worker process
 
 
 @pytest.fixture
@@ -671,7 +671,7 @@ def test_what_is_listed_reaches_the_device():
 
 
 def test_the_report():
-    finding = generate.Finding("a::b", "value", "differs", "(x)", {"op": "a::b", "base": 0, "changes": []})
+    finding = generate.GeneratedFinding("a::b", "value", "differs", "(x)", {"op": "a::b", "base": 0, "changes": []})
     called, failed, never = generate.Tested("a::a"), generate.Tested("a::b", finding=finding), generate.Tested("a::c")
     called.add({"ends": {"equal": 2, "allowed": 1}, "notes": {"memory": 1}, "reached": 2})
     failed.add({"ended": "crash"})
