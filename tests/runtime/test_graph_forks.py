@@ -193,36 +193,3 @@ with fallback.share("turns::shared"):
 """
     done = python("-c", code, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_daemon_that_waits_to_draw_does_not_keep_the_process():
-    """It stays away at exit, without the host's generator, from which queued work draws."""
-    code = """
-import threading, time, warnings, torch
-from openreg_ops import fallback
-warnings.simplefilter("ignore", UserWarning)  # of the fallback
-torch.openreg.set_launch_mode("async")
-library = torch.library.Library("daemons", "DEF")
-for name in ("slow", "shared"):
-    library.define(f"{name}(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
-drawing = threading.Event()
-
-def slow(y):
-    drawing.set()
-    time.sleep(0.5)
-    return torch.rand_like(y)
-
-library.impl("slow", slow, "CPU")
-library.impl("shared", torch.rand_like, "CPU")
-fallback.share("daemons::shared")
-x, graph = torch.ones(4, device="openreg"), torch.openreg.Graph()
-with torch.openreg.graph(graph):
-    torch.ops.daemons.shared(x)
-for _ in range(2):
-    threading.Thread(target=torch.ops.daemons.slow, args=(x,), daemon=True).start()
-drawing.wait()
-time.sleep(0.1)  # the second waits for the first, before the replay does
-graph.replay()
-"""
-    done = python("-c", code, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")

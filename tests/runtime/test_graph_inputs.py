@@ -72,28 +72,6 @@ def test_inputs_of_any_class_are_checked(kind):
         graph.replay()
 
 
-def test_a_capture_that_checks_its_inputs_ends_on_its_thread():
-    graph, stream = begun(capture_error_mode="relaxed")
-    errors = []
-
-    def end():
-        with stream:
-            try:
-                graph.capture_end()
-            except RuntimeError as error:
-                errors.append(str(error))
-
-    in_threads(end)
-    assert len(errors) == 1 and "expected the thread that called capture_begin" in errors[0]
-    assert not stream.is_capturing()
-    graph.reset()
-    assert not _get_current_dispatch_mode_stack()
-    with torch.openreg.graph(graph, check_input_liveness=True):
-        y = rand() * 2
-    graph.replay()
-    assert y.shape == (8,) and not _get_current_dispatch_mode_stack()
-
-
 def test_the_thread_of_a_capture_is_gone():
     graph, streams = torch.openreg.Graph(), []
     in_threads(lambda: streams.append(begin(graph)))

@@ -17,7 +17,7 @@ def test_a_result_outlives_its_graph(elements):
     before = torch.openreg.memory_allocated(DEVICE)
     x = torch.full((elements,), 2.0, device=DEVICE)
     graph, y = captured(lambda x=x: (x + 1) * (x + 2))
-    inside = torch.openreg.memory_allocated(DEVICE)
+    inside, pool = torch.openreg.memory_allocated(DEVICE), graph.pool()
     graph.replay()
     graph.reset()
     del graph
@@ -29,6 +29,7 @@ def test_a_result_outlives_its_graph(elements):
     del others, x, y, z
     settled()
     assert torch.openreg.memory_allocated(DEVICE) == before
+    assert not torch.openreg.memory_snapshot(device=DEVICE, mempool_id=pool)
 
 
 def test_what_a_joined_stream_allocates_is_of_the_pool():

@@ -1,14 +1,11 @@
 """Graphs: capture, replay, order, private memory, and what cannot be captured."""
 
 import gc
-import threading
-import time
 import weakref
 
 import pytest
 import torch
-from graph_kit import DEVICE, inside, settled, turn_taken
-from processes import python
+from graph_kit import DEVICE, inside
 from stream_kit import captured, in_threads
 
 from openreg_ops import _C
@@ -253,28 +250,6 @@ def test_an_exception_of_the_body_is_not_replaced_by_one_of_the_end(end):
     assert y.tolist() == [2.0] * 3
 
 
-@pytest.mark.processes
-def test_a_child_process_raises_in_the_body_of_its_parents_capture():
-    done = python(
-        "-c",
-        "import os, torch\n"
-        "x, g, parent = torch.ones(3, device='openreg'), torch.openreg.Graph(), os.getpid()\n"
-        "try:\n"
-        "    with torch.openreg.graph(g):\n"
-        "        y = x + 1\n"
-        "        if (pid := os.fork()) == 0:\n"
-        "            raise KeyError('of the body')\n"
-        "        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0\n"
-        "except KeyError:\n"
-        "    os._exit(parent == os.getpid())\n"
-        "except BaseException:\n"
-        "    os._exit(1)\n"
-        "g.replay()\n"
-        "assert y.tolist() == [2.0] * 3\n",
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_errors_of_the_program_do_not_end_the_capture():
     x = torch.ones(3, device=DEVICE)
     g = torch.openreg.Graph()
@@ -337,20 +312,6 @@ def test_memory_is_private_and_keeps_its_address():
     assert not any(other.data_ptr() in part for other in others for part in within), freed
     g.replay()
     assert y[0].item() == 4
-
-
-def test_a_graph_that_dies_frees_its_pool():
-    settled()
-    before = torch.openreg.memory_reserved(DEVICE)
-    x = torch.ones(1 << 20, device=DEVICE)
-    g, y = captured(lambda x=x: (x + 1) * 2)
-    pool = g.pool()
-    del x, g
-    assert torch.openreg.memory_snapshot(device=DEVICE, mempool_id=pool), "y lives in it"
-    del y
-    settled()
-    assert not torch.openreg.memory_snapshot(device=DEVICE, mempool_id=pool)
-    assert torch.openreg.memory_reserved(DEVICE) <= before
 
 
 def test_mem_pool():
@@ -433,37 +394,6 @@ def test_reset():
         y = x + 2
     g.replay()
     assert y.tolist() == [3.0] * 3
-
-
-def test_a_reset_while_other_threads_replay():
-    """One replay waits for its stream, and another one for the first. Both use the graph that they began with, or none."""
-    x, stream, errors = torch.zeros(3, device=DEVICE), torch.openreg.Stream(), []
-    g, _ = captured(lambda: x.add_(1))
-
-    def replay():
-        try:
-            with stream:
-                begun.release()
-                g.replay()
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    begun, threads = threading.Semaphore(0), [threading.Thread(target=replay) for _ in range(3)]
-    with turn_taken(stream):
-        for thread in threads:
-            thread.start()
-            begun.acquire()
-        time.sleep(0.05)  # usually, all are in replay() then
-        g.reset()
-        with torch.openreg.graph(g):
-            x.add_(10)
-    for thread in threads:
-        thread.join()
-    assert all("no graph has been captured" in error for error in errors)
-    value, new = int(x[0]), int(x[0]) // 10
-    assert value == 10 * new + (len(threads) - len(errors) - new)
-    g.replay()
-    assert x.tolist() == [value + 10] * 3
 
 
 @pytest.mark.parametrize("pool", [3, "x", (0,), (0, 1.5), (-1, 0), "MemPool"])
@@ -583,28 +513,6 @@ def test_modes_of_the_caller_do_not_see_inside_a_replay():
         graph.replay()
     torch.openreg.synchronize()
     assert not seen and torch.equal(inverse.cpu(), torch.eye(3) / 2)
-
-
-def test_a_void_capture_leaks_no_memory_that_is_poisoned():
-    before_poison = _C.poison()
-    _C.set_poison(True)
-    try:
-        torch.openreg.synchronize()
-        gc.collect()
-        before = torch.openreg.memory_allocated(DEVICE)
-        x = torch.ones(4, device=DEVICE)
-        with pytest.raises(torch.AcceleratorError):  # noqa: SIM117
-            with torch.openreg.graph(torch.openreg.Graph()):
-                for _ in range(4):
-                    with pytest.raises(torch.AcceleratorError):
-                        x.sum().item()
-                    with pytest.raises(torch.AcceleratorError):
-                        torch.empty(1 << 20, device=DEVICE)
-        del x
-        gc.collect()
-        assert torch.openreg.memory_allocated(DEVICE) <= before
-    finally:
-        _C.set_poison(before_poison)
 
 
 def test_an_interprocess_event_is_refused():
