@@ -57,7 +57,7 @@ class Prefetcher:
         if self.next is None:
             return
         with self.stream:
-            self.next = [x.to(DEVICE, non_blocking=True) for x in self.next]
+            self.next = [x.to(DEVICE, non_blocking=True) for x in self.next]  # race
             self.next[0] = self.next[0].float().sub_(0.5)
 
     def __iter__(self):
@@ -86,7 +86,7 @@ class Buckets:
         if self.wait_before:
             self.side.wait_event(event)
         with self.side:
-            part.copy_(parameter.grad.view(-1), non_blocking=True)
+            part.copy_(parameter.grad.view(-1), non_blocking=True)  # race
             part.div_(2)
         parameter.grad.record_stream(self.side)
 
@@ -97,7 +97,7 @@ class Buckets:
         if self.wait_after:
             current().wait_stream(self.side)
         for parameter, part in zip(self.net.parameters(), self.parts, strict=True):
-            parameter.grad.view(-1).copy_(part)
+            parameter.grad.view(-1).copy_(part)  # race
 
 
 class Offload(torch.autograd.graph.saved_tensors_hooks):

@@ -1,6 +1,6 @@
 """Programs whose streams lack one wait, for test_schedules.py; each is correct with `fixed`.
 
-The first ones come from the race detector's tests. The race detector does not see the ones in UNSEEN.
+The race detector reports the lines with the comment `# race`. It does not see the programs in UNSEEN.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ def use_on_another_stream(fixed):
     if fixed:
         side.wait_stream(current())
     with side:
-        z = y + 1
+        z = y + 1  # race
     current().wait_stream(side)
     return z
 
@@ -54,7 +54,7 @@ def write_while_another_stream_reads(fixed):
         y = x * 2
     if fixed:
         current().wait_stream(side)
-    x.zero_()
+    x.zero_()  # race
     current().wait_stream(side)
     return y
 
@@ -68,7 +68,7 @@ def wait_for_what_was_recorded_earlier(fixed):
         event.record(current())
     side.wait_event(event)
     with side:
-        x.mul_(3)
+        x.mul_(3)  # race
     current().wait_stream(side)
     return x
 
@@ -85,7 +85,7 @@ def transitive_waits(fixed):
     if fixed:
         b.wait_stream(c)
     with b:
-        x.mul_(2)
+        x.mul_(2)  # race
     b.synchronize(), c.synchronize()
     return x
 
@@ -98,7 +98,7 @@ def wait_for_an_event_that_was_never_recorded(fixed):
         event.record(current())
     side.wait_event(event)
     with side:
-        x.add_(1)
+        x.add_(1)  # race
     current().wait_stream(side)
     return x
 
@@ -109,7 +109,7 @@ def synchronize_the_other_device(fixed):
     torch.openreg.synchronize(1 if fixed else 0)
     side = torch.openreg.Stream(device="openreg:1")
     with side:
-        x.add_(1)
+        x.add_(1)  # race
     torch.openreg.set_device(0)
     current(1).wait_stream(side)
     return x
@@ -123,7 +123,7 @@ def copy_between_devices(fixed):
     if fixed:
         side.wait_stream(current(1))
     with side:
-        y.add_(1)
+        y.add_(1)  # race
     torch.openreg.set_device(0)
     current(1).wait_stream(side)
     return y
@@ -138,7 +138,7 @@ def overlapping_views(fixed):
     if fixed:
         side.wait_stream(current())
     with side:
-        x[4:].add_(1)
+        x[4:].add_(1)  # race
     current().wait_stream(side)
     return x
 
@@ -150,7 +150,7 @@ def lists_of_tensors(fixed):
     if fixed:
         side.wait_stream(current())
     with side:
-        torch._foreach_add_(xs, 1)
+        torch._foreach_add_(xs, 1)  # race
     current().wait_stream(side)
     return xs
 
@@ -168,7 +168,7 @@ def backward_without_a_wait(fixed):
     with side:
         w.data.mul_(2)
     if not fixed:
-        loss.backward()
+        loss.backward()  # race
     return x.grad
 
 
@@ -193,7 +193,7 @@ def graph_replayed_on_a_stream_that_does_not_wait(fixed):
     if fixed:
         side.wait_stream(current())
     with side:
-        graph.replay()
+        graph.replay()  # race
     current().wait_stream(side)
     return y
 
@@ -209,7 +209,7 @@ def freed_too_early(fixed, keep):
         y = torch.ops.openreg.custom_abs(x)
     keep(x, side)
     del x
-    again = torch.empty(N, device=DEVICE).fill_(2)
+    again = torch.empty(N, device=DEVICE).fill_(2)  # race
     current().wait_stream(side)
     return y, again
 
@@ -255,7 +255,7 @@ def offload_without_a_wait(fixed):
     net = model()
     with Offload(waited=fixed):
         loss = net(torch.randn(8, 16, device=DEVICE)).square().mean()
-    loss.backward()
+    loss.backward()  # race
     return [p.grad for p in net.parameters()]
 
 
@@ -272,7 +272,7 @@ def copied(fixed):
 
 @program
 def host_reads_a_copy_too_early(fixed):
-    return copied(fixed).tolist()
+    return copied(fixed).tolist()  # race
 
 
 @program
@@ -281,7 +281,7 @@ def host_writes_what_a_copy_reads(fixed):
     x = host.to(DEVICE, non_blocking=True)
     if fixed:
         current().synchronize()
-    host.zero_()
+    host.zero_()  # race
     return x
 
 
@@ -290,7 +290,7 @@ def a_new_pinned_tensor_read_too_early(fixed):
     host = torch.ones(N, device=DEVICE).to("cpu", non_blocking=True)
     if fixed:
         current().record_event().synchronize()
-    return float(host.sum())
+    return float(host.sum())  # race
 
 
 # ---- collectives, of a group of one process ----
@@ -309,7 +309,7 @@ def collective_read_before_its_wait(fixed):
     work = torch.distributed.all_gather_into_tensor(y.view(-1), x, async_op=True)
     if fixed:
         work.wait()
-    z = y * 2
+    z = y * 2  # race
     work.wait()
     return z
 
@@ -321,7 +321,7 @@ def collective_whose_input_is_written_before_its_wait(fixed):
     work = torch.distributed.all_gather_into_tensor(y.view(-1), x, async_op=True)
     if fixed:
         work.wait()
-    x.zero_()
+    x.zero_()  # race
     work.wait()
     return y
 
@@ -336,7 +336,7 @@ def collective_before_a_side_streams_input(fixed):
     if fixed:
         current().wait_stream(side)
     out = [torch.zeros(N, device=DEVICE)]
-    torch.distributed.all_gather(out, x)
+    torch.distributed.all_gather(out, x)  # race
     return out
 
 
@@ -438,7 +438,7 @@ def an_operator_writes_what_its_schema_does_not_say(fixed):
         undeclared(x, 0)
     if fixed:
         current().wait_stream(side)
-    y = total * 2
+    y = total * 2  # race
     torch.openreg.synchronize()
     return y
 

@@ -122,63 +122,19 @@ def test_the_report_in_the_documentation():
             assert " ".join(line.split()) in message(error)
 
 
-# Each access of each race: device and stream, operator, arguments, and the program's line. A program's first stream is 1.
+# Each access of a program's race: device and stream, operator, arguments, and the line. A program's first stream is 1.
 FOUND = {
     "use_on_another_stream": ("0:1 aten::add.Tensor reads self: z = y + 1",
         "0:0 openreg::custom_abs writes the output: y = torch.ops.openreg.custom_abs(x)"),
-    "write_while_another_stream_reads": ("0:0 aten::zero_ writes self: x.zero_()",
-        "0:1 aten::mul.Tensor reads self: y = x * 2"),
-    "wait_for_what_was_recorded_earlier": ("0:1 aten::mul_.Tensor writes self: x.mul_(3)",
-        "0:0 aten::add_.Tensor writes self: x.add_(1)"),
-    "transitive_waits": ("0:2 aten::mul_.Tensor writes self: x.mul_(2)",
-        "0:3 aten::add_.Tensor writes self: x.add_(1)"),
-    "wait_for_an_event_that_was_never_recorded": ("0:1 aten::add_.Tensor writes self: x.add_(1)",
-        "0:0 aten::ones writes the output: x = torch.ones(N, device=DEVICE)"),
-    "synchronize_the_other_device": ("1:1 aten::add_.Tensor writes self: x.add_(1)",
-        '1:0 aten::ones writes the output: x = torch.ones(4, device="openreg:1")'),
-    "copy_between_devices": ("1:1 aten::add_.Tensor writes self: y.add_(1)",
-        '0:0 aten::_to_copy writes the output: y = x.to("openreg:1", non_blocking=True)'),
-    "overlapping_views": ("0:1 aten::add_.Tensor writes self: x[4:].add_(1)",
-        "0:0 aten::zero_ writes self: x[2:5].zero_()"),
-    "lists_of_tensors": ("0:1 aten::_foreach_add_.Scalar writes self: torch._foreach_add_(xs, 1)",
-        "0:0 aten::ones writes the output: xs = [torch.ones(4, device=DEVICE) for _ in range(3)]") * 3,
-    "backward_without_a_wait": ("0:0 aten::mul.Tensor reads other: loss.backward()",
-        "0:1 aten::mul_.Tensor writes self: w.data.mul_(2)"),
-    "output_of_a_side_stream": ("0:0 aten::_to_copy reads self: ",  # what compares the results reads it
-        "0:1 aten::full writes the output: y = torch.full((N,), 3.0, device=DEVICE)"),
     "graph_replayed_on_a_stream_that_does_not_wait": ("0:1 a replay of aten.mul.Tensor reads self: graph.replay()",
         "0:0 aten::fill_.Scalar writes self: x.fill_(5)"),
     "reuse_without_record_stream": ("0:0 aten::fill_.Scalar writes self: again = torch.empty(N, device=DEVICE).fill_(2)",
         "0:1 openreg::custom_abs reads input, before the memory was freed: y = torch.ops.openreg.custom_abs(x)"),
-    "reuse_without_a_wait": ("0:0 aten::fill_.Scalar writes self: again = torch.empty(N, device=DEVICE).fill_(2)",
-        "0:1 openreg::custom_abs reads input, before the memory was freed: y = torch.ops.openreg.custom_abs(x)"),
-    "prefetcher_without_record_stream": ("0:1 aten::_to_copy writes the output: self.next = [x.to(DEVICE, non_blocking=True) for x in self.next]",
-        "0:0 aten::pow.Tensor_Scalar reads self, before the memory was freed: sums.append(x.square().sum())"),
-    "bucket_without_a_wait_before": ("0:1 aten::copy_ reads src: part.copy_(parameter.grad.view(-1), non_blocking=True)",
-        "0:0 aten::sum.dim_IntList writes the output: "
-        "self.net(torch.randn(8, 16, device=DEVICE)).square().mean().backward()"),
-    "bucket_without_a_wait_after": ("0:0 aten::copy_ writes self: parameter.grad.view(-1).copy_(part)",
-        "0:1 aten::copy_ reads src: part.copy_(parameter.grad.view(-1), non_blocking=True)",
-        "0:0 aten::copy_ reads src: parameter.grad.view(-1).copy_(part)",
-        "0:1 aten::div_.Tensor writes self: part.div_(2)"),
-    "offload_without_a_wait": ("0:0 aten::pow.Tensor_Scalar reads self: loss.backward()",
-        "0:1 aten::_to_copy writes the output: x = host.to(DEVICE, non_blocking=True)"),
     "host_reads_a_copy_too_early": ("host Tensor.tolist reads self: return copied(fixed).tolist()",
         "0:0 aten::copy_ writes the output: host.copy_(torch.ones(N, device=DEVICE), non_blocking=True)"),
-    "host_writes_what_a_copy_reads": ("host aten::zero_ writes self: host.zero_()",
-        "0:0 aten::_to_copy reads self: x = host.to(DEVICE, non_blocking=True)"),
-    "a_new_pinned_tensor_read_too_early": ("host aten::sum reads self: return float(host.sum())",
-        '0:0 aten::_to_copy writes the output: host = torch.ones(N, device=DEVICE).to("cpu", non_blocking=True)'),
     "collective_read_before_its_wait": ("0:0 aten::mul.Tensor reads self: z = y * 2",
         "collective of 0:0 c10d::_allgather_base_ writes output_tensor: "
         "work = torch.distributed.all_gather_into_tensor(y.view(-1), x, async_op=True)"),
-    "collective_whose_input_is_written_before_its_wait": ("0:0 aten::zero_ writes self: x.zero_()",
-        "collective of 0:0 c10d::_allgather_base_ reads input_tensor: "
-        "work = torch.distributed.all_gather_into_tensor(y.view(-1), x, async_op=True)"),
-    "collective_before_a_side_streams_input": ("0:0 c10d::allgather_ reads input_tensors: torch.distributed.all_gather(out, x)",
-        "0:1 aten::add_.Tensor writes self: x.add_(3)"),
-    "an_operator_writes_what_its_schema_does_not_say": ("0:0 aten::mul.Tensor reads self: y = total * 2",
-        "0:1 aten::add_.Tensor writes self: _hidden[hidden].add_(x)"),
 }  # fmt: skip
 REMEDIES = {
     "freed": "Call its record_stream() with {then}, or have",
@@ -220,7 +176,10 @@ def test_programs_that_lack_a_wait(name):
     with torch.openreg.device(0), caught() as error:
         values_of(PROGRAMS[name](False))
     found = [said(access) for race in error.value.errors for access in (race.current_access, race.previous_access)]
-    assert len(found) == len(FOUND[name]) and all(map(str.startswith, found, FOUND[name])), found
+    assert len(found) == {"lists_of_tensors": 6, "bucket_without_a_wait_after": 4}.get(name, 2), found
+    # The comment marks the line of a race. The comparison of results reads the output of a side stream, outside the program.
+    assert all(access.endswith("# race" if name != "output_of_a_side_stream" else ": ") for access in found[::2]), found
+    assert all(map(str.startswith, found, FOUND.get(name, ()))), found
     for race, now, then in zip(error.value.errors, found[::2], found[1::2], strict=True):
         kinds = {
             "freed": race.previous_access.freed,
@@ -1076,22 +1035,6 @@ def test_memory_from_before_the_sanitizer_is_the_default_streams(older):
         current().wait_stream(side)
 
 
-def test_spans_meet_where_they_share_a_byte():
-    """Also those that touch, that begin before another, and columns; one covers another only if it leaves out nothing."""
-    x = torch.zeros(8, 8, dtype=torch.int16, device=DEVICE)
-    span = history.Span.of
-    whole, top, rest, column, next_column = (span(part) for part in (x, x[:3], x[3:], x[:, 2], x[:, 3]))
-    for one, other, meet in (
-        (whole, top, True), (top, rest, False), (column, next_column, False), (column, rest, True), (column, column, True),
-        (span(x[3:5, 2]), span(x[5:, 2]), False), (span(x[:5, 2]), span(x[4:, 2]), True),
-        (span(x[:, ::2]), span(x[0, 1::2]), False), (span(x[2:5]), span(x[4, 7:]), True),
-    ):  # fmt: skip
-        assert one.meets(other) == other.meets(one) == meet
-    assert whole.covers(column) and whole.covers(whole) and column.covers(column) and whole.covers(top)
-    assert not top.covers(whole) and not column.covers(next_column) and not column.covers(span(x[:3, 2]))
-    assert not rest.covers(top) and not top.covers(rest) and not span(x[1:]).covers(whole)
-
-
 def addresses(x):
     """The offsets in its storage of a tensor's bytes."""
     places = {sum(map(operator.mul, index, x.stride())) for index in itertools.product(*map(range, x.shape))}
@@ -1112,7 +1055,7 @@ def test_spans_of_two_dtypes_meet_where_they_share_a_byte():
                 views.append(storage.view(dtype).as_strided(shape, strides, start))
             (one, other), (here, there) = map(addresses, views), map(history.Span.of, views)
             assert here.meets(there) == there.meets(here) == bool(one & other), [(x.dtype, x.stride()) for x in views]
-            assert not here.covers(there) or one >= other
+            assert here.covers(here) and (not here.covers(there) or one >= other)
             counts = [counts[0] + bool(one & other), counts[1] + (not one & other), counts[2] + here.covers(there)]
     assert min(counts) > 2
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 
 import pytest
@@ -30,55 +29,12 @@ def joined(work):
     return out[0]
 
 
-def queued(work):
-    queue = Queue()
-    threading.Thread(target=lambda: queue.put(work())).start()
-    return queue.get()
-
-
-def with_an_event(work):
-    out, done = [], threading.Event()
-    threading.Thread(target=lambda: (out.append(work()), done.set())).start()
-    done.wait()
-    return out[0]
-
-
-def with_a_condition(work):
-    out, condition = [], threading.Condition()
-
-    def run():
-        with condition:
-            out.append(work())
-            condition.notify_all()
-
-    with condition:
-        threading.Thread(target=run).start()
-        condition.wait_for(lambda: out)
-    return out[0]
-
-
-def pooled(work):
-    with ThreadPoolExecutor(2) as pool:
-        return pool.submit(work).result()
-
-
-def through_a_pipe(work):
-    read, write = os.pipe()
-    out = []
-    threading.Thread(target=lambda: (out.append(work()), os.write(write, b"."))).start()
-    os.read(read, 1), os.close(read), os.close(write)
-    return out[0]
-
-
 def polled(work):
     out = []
     threading.Thread(target=lambda: out.append(work())).start()
     while not out:
         time.sleep(1e-4)
     return out[0]
-
-
-WAYS = [joined, queued, with_an_event, with_a_condition, pooled, through_a_pipe, polled]
 
 
 def on_a_stream():
@@ -96,7 +52,7 @@ def waited_for():
 
 
 @pytest.mark.parametrize("work", [on_a_stream, waited_for])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [joined, polled])
 def test_work_of_another_thread_is_ordered(way, work):
     def program(fixed):
         x, stream = way(work)
