@@ -1,6 +1,5 @@
 """Operators in graphs: a replay computes what eager mode computes, to the bit."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -231,70 +230,6 @@ def test_expressions(expression):
     graphs.compare(report, 0, "expression", expression, ((torch.randn(4, 8), torch.randn(4, 8)), {}), DEVICE)
     assert not report.failures, found(report)
     assert not report.notes
-
-
-def model_and_data():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 4)
-    ).to(DEVICE)
-    batches = [(torch.randn(6, 8), torch.randint(4, (6,))) for _ in range(4)]
-    return model, batches
-
-
-OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, capturable=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True),
-    "AdamW for each": lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True, foreach=False),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True, fused=True),
-}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-def test_a_training_step(optimizer, autocast):
-    model, batches = model_and_data()
-    eager_model = copy.deepcopy(model)
-
-    def make_step(model):
-        opt = OPTIMIZERS[optimizer](model.parameters())
-        x, target = torch.zeros(6, 8, device=DEVICE), torch.zeros(6, dtype=torch.long, device=DEVICE)
-
-        def step():
-            opt.zero_grad(set_to_none=True)
-            with torch.autocast("openreg", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
-                loss = torch.nn.functional.cross_entropy(model(x), target)
-            loss.backward()
-            opt.step()
-            return loss
-
-        side = torch.openreg.Stream()
-        side.wait_stream(torch.openreg.current_stream())
-        with side:
-            for _ in range(2):
-                step()
-        torch.openreg.current_stream().wait_stream(side)
-        return step, x, target
-
-    torch.openreg.manual_seed(1)
-    step, x, target = make_step(eager_model)
-    expected = []
-    for a, b in batches:
-        x.copy_(a), target.copy_(b)
-        expected.append(step().item())
-
-    torch.openreg.manual_seed(1)
-    step, x, target = make_step(model)
-    graph = torch.openreg.Graph()
-    with torch.openreg.graph(graph):
-        loss = step()
-    for (a, b), e in zip(batches, expected, strict=True):
-        x.copy_(a), target.copy_(b)
-        graph.replay()
-        assert loss.item() == e
-    for a, b in zip(model.parameters(), eager_model.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def cubed(x):

@@ -3,7 +3,7 @@
 import kit
 import pytest
 import torch
-from kit import DEVICE, LAYOUTS, OTHER, random
+from kit import DEVICE, LAYOUTS, random
 from torch.testing import assert_close
 
 from openreg_ops import custom_abs, custom_abs_
@@ -67,19 +67,6 @@ def test_conjugate_and_negative_views():
     x = values(4, 5, dtype=torch.complex64)
     for view in (torch.conj, lambda t: t.conj().imag, lambda t: torch._neg_view(t), lambda t: t.mT.conj()):
         assert_close(custom_abs(view(x.to(DEVICE))).cpu(), torch.abs(view(x)))
-
-
-@pytest.mark.parametrize("where", [DEVICE, OTHER, "cpu"])
-def test_backward_is_an_error(where):
-    """Alone, mixed with a differentiable path (no partial gradient), twice over, and through complex."""
-    x = random(3, device=where, grad=True)
-    assert custom_abs(x).requires_grad
-    for y in (custom_abs(x), custom_abs(x) + x, custom_abs(custom_abs(x)), custom_abs(torch.complex(x, x))):
-        with pytest.raises(RuntimeError, match=NO_DERIVATIVE):
-            y.sum().backward()
-        assert x.grad is None
-    (custom_abs(x.detach()) + x).sum().backward()
-    assert x.grad.tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("where", [DEVICE, "cpu"])

@@ -75,15 +75,6 @@ def test_matches_reference(shape, dtype):
         kit.check_against(with_seed(p), lambda x, r, m=plain, p=p: reference(x, r, m, p), x, residual, scale=4)
 
 
-def test_the_ends_are_exact():
-    x, residual = random(7, 999), random(7, 999)
-    out, mask = dropout_add(x, residual, 0)
-    assert torch.equal(out, x + residual) and mask.all()
-    out, mask = dropout_add(x, residual, 1)
-    assert torch.equal(out, residual) and not mask.any()
-    assert not dropout_add_backward(x, torch.ones_like(mask), 1).any()
-
-
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.97])
 def test_statistics_of_the_mask(p):
     """Five standard deviations, of: the mean, columns, rows, and the agreement of neighbours near and far."""
@@ -159,38 +150,6 @@ def test_transforms_of_random_numbers():
     out, tangent = torch.func.jvp(with_seed(0.3), (x, residual), (residual, x))
     assert_close(out, reference(x, residual, mask, 0.3))
     assert_close(tangent, reference(residual, x, mask, 0.3))
-
-
-@pytest.mark.parametrize("mapped", [(0, 0), (1, None), (None, -1)], ids=str)
-def test_vmap_obeys_randomness(mapped):
-    x, residual = (random(*(3, 1000) if dim in (0, None) else (1000, 3)) for dim in mapped)
-    x, residual = (t[0] if dim is None else t for t, dim in zip((x, residual), mapped, strict=True))
-
-    def sample(x, residual):
-        return dropout_add(x, residual, 0.5)
-
-    with kit.no_vmap_fallback():
-        with pytest.raises(RuntimeError, match="vmap: called random operation while in randomness error mode"):
-            torch.vmap(sample, mapped)(x, residual)
-        same_out, same = torch.vmap(sample, mapped, randomness="same")(x, residual)
-        other_out, other = torch.vmap(sample, mapped, randomness="different")(x, residual)
-    assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
-    assert not torch.equal(other[0], other[1]) and not torch.equal(other[1], other[2])
-    x, residual = (t if dim is None else t.movedim(dim, 0) for t, dim in zip((x, residual), mapped, strict=True))
-    assert_close(same_out, reference(x, residual, same, 0.5))
-    assert_close(other_out, reference(x, residual, other, 0.5))
-
-
-def test_vmap_without_mapped_arguments():
-    x, zeros = random(1000), torch.zeros(3, device=DEVICE)
-
-    def sample(z):
-        return dropout_add(x, x, 0.5)[1].double() + z
-
-    with pytest.raises(RuntimeError, match="randomness error mode"):
-        torch.vmap(sample)(zeros)
-    same, other = (torch.vmap(sample, randomness=randomness)(zeros) for randomness in ("same", "different"))
-    assert torch.equal(same[0], same[1]) and not torch.equal(other[0], other[1])
 
 
 def test_vmap_of_grad():
