@@ -4,13 +4,15 @@ The samples come from the meta files. OPTIONS adds some with arguments that thes
 """
 
 import itertools
+import re
 
 import kit
 import pytest
 import torch
 from kit import DEVICE, LAYOUTS, NAME, OTHER, check, random
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from openreg_ops.meta import op
 from openreg_ops.testing import Sample
@@ -322,6 +324,71 @@ def test_checker_on_the_cpu(name):
     report = check(f"openreg::{name}", samples, "cpu", only=[*unbacked, *derivatives])
     report.raise_if_failed()
     assert not report.of("warn", "fake_unbacked") and (report.of("pass", "fake_unbacked") or not unbacked), str(report)
+
+
+# ---- operators that write to their arguments ----
+
+
+def in_place(name, where):
+    """The operator as a function of a list of tensors; these; and the name of each, with whether it is written to."""
+    overload, sample = getattr(torch.ops.openreg, name).default, max(samples_of(name), key=tensors_in)
+    tensors, spec = tree_flatten(tree_map(lambda x: x.to(where), sample.args))
+    described = []
+    for argument, value in zip(overload._schema.arguments, sample.args, strict=False):
+        names = [f"{argument.name}[{i}]" for i in range(len(value))] if isinstance(value, list) else [argument.name]
+        described += [(each, bool(argument.alias_info and argument.alias_info.is_write)) for each in names]
+    return lambda given: overload(*tree_unflatten(given, spec), **sample.kwargs), tensors, described
+
+
+# custom_abs_ is like PyTorch's in-place operators: it may be recorded, and its backward raises.
+REFUSING = sorted(MUTABLE - {"custom_abs_"})
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu", "meta"])
+@pytest.mark.parametrize("name", REFUSING)
+def test_gradients_are_refused(name, where):
+    """Of any argument, and nothing is written then. With gradients disabled, the same call runs."""
+    call, tensors, described = in_place(name, where)
+    for wanted in (i for i, x in enumerate(tensors) if x.is_floating_point()):
+        given = [x.clone().requires_grad_(i == wanted) for i, x in enumerate(tensors)]
+        sentence = (
+            f"{name}: expected no gradient, but {described[wanted][0]} requires one and there is no derivative; call"
+        )
+        with pytest.raises(RuntimeError, match=re.escape(sentence)):
+            call(given)
+        with pytest.raises(RuntimeError, match=re.escape(sentence)), FakeTensorMode() as mode:
+            call([mode.from_tensor(x) for x in given])
+        assert where == "meta" or all(torch.equal(a, b) for a, b in zip(given, tensors, strict=True))
+        with torch.no_grad():
+            call(given)
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+@pytest.mark.parametrize("name", REFUSING)
+def test_tangents_are_refused(name, where):
+    call, tensors, described = in_place(name, where)
+    for wanted in (i for i, x in enumerate(tensors) if x.is_floating_point()):
+
+        def function(x, wanted=wanted):
+            call([x if i == wanted else y for i, y in enumerate(tensors)])
+
+        x, argument = tensors[wanted], re.escape(described[wanted][0])
+        with pytest.raises(RuntimeError, match=f"{name}: expected no tangent, but {argument} carries one"):
+            torch.func.jvp(function, (x,), (x,))
+        with pytest.raises(RuntimeError, match=f"{name}: expected no gradient, but {argument} requires one"):
+            torch.func.grad(function)(x)
+
+
+@pytest.mark.parametrize("where", [DEVICE, "cpu"])
+@pytest.mark.parametrize("name", sorted(MUTABLE))
+def test_versions_count_what_is_written(name, where):
+    """So a backward that saved such a tensor notices."""
+    call, tensors, described = in_place(name, where)
+    versions = [x._version for x in tensors]
+    call(tensors)
+    assert [x._version > n for x, n in zip(tensors, versions, strict=True)] == [written for _, written in described]
+    with torch.inference_mode():
+        call([x.clone() for x in tensors])
 
 
 @pytest.mark.parametrize("where", [DEVICE, "cpu"])

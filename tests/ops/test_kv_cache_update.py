@@ -8,8 +8,6 @@ import kit
 import pytest
 import torch
 from kit import DEVICE, LAYOUTS, NAME
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.testing import assert_close
 
 from openreg_ops import kv_cache_update, kv_cache_update_
@@ -220,22 +218,14 @@ def test_rejects():
 
 def test_rejects_caches_that_share_memory():
     k_cache, v_cache, k, v, slots = inputs_of()
-    whole = kit.random(100)
     for inputs, match in [
         (
             (k_cache[:1].expand(8, 2, 3), v_cache),
-            "k_cache is expanded or overlaps itself, and is written to; make it contiguous first",
+            "kv_cache_update_: k_cache is expanded or overlaps itself, and is written to; make it contiguous first",
         ),
-        ((k_cache, v_cache[:, :1].expand(8, 2, 3)), "v_cache is expanded"),
         (
-            (k_cache, k_cache),
+            (k_cache[:6], k_cache[2:]),
             "kv_cache_update_: k_cache and v_cache share memory, and both are written to; clone one of them",
-        ),
-        ((k_cache[:6], k_cache[2:]), "k_cache and v_cache share memory"),
-        ((torch.as_strided(k_cache, (8, 2, 3), (4, 2, 1)), v_cache), "k_cache is expanded or overlaps itself"),
-        (
-            (whole[:48].view(8, 2, 3), torch.as_strided(whole, (8, 2, 3), (12, 3, 1), 6)),
-            "k_cache and v_cache share memory",
         ),
     ]:
         with pytest.raises(RuntimeError, match=match):
@@ -285,53 +275,6 @@ def test_views_of_one_storage_share_memory_where_they_have_a_byte_in_common(dtyp
             refused[2] += 1
             call()
     assert min(refused) > 1
-
-
-# ---- autograd ----
-
-
-@pytest.mark.parametrize("where", [DEVICE, "cpu", "meta"])
-def test_gradients_are_refused(where):
-    inputs = [x.to(where) for x in inputs_of()]
-    for i, name in enumerate(["k_cache", "v_cache", "k", "v"]):
-        wanted = [x.clone().requires_grad_(i == j) for j, x in enumerate(inputs)]
-        sentence = f"kv_cache_update_: expected no gradient, but {name} requires one and there is no derivative; call"
-        before = [x.detach().clone() for x in inputs]
-        with pytest.raises(RuntimeError, match=sentence):
-            kv_cache_update_(*wanted)
-        with pytest.raises(RuntimeError, match=sentence), torch._subclasses.FakeTensorMode() as mode:
-            kv_cache_update_(*(mode.from_tensor(x) for x in wanted))
-        if where != "meta":
-            assert all(torch.equal(a, b) for a, b in zip(before, wanted, strict=True))
-            with torch.no_grad():
-                kv_cache_update_(*wanted)
-            assert_close(wanted[0].detach(), reference(*inputs)[0])
-            with pytest.raises(RuntimeError, match="derivative for openreg::kv_cache_update is not implemented"):
-                sum(x.sum() for x in kv_cache_update(*wanted)).backward()
-
-
-@pytest.mark.parametrize("where", [DEVICE, "cpu"])
-def test_tangents_are_refused(where):
-    inputs = [x.to(where) for x in inputs_of()]
-    with pytest.raises(RuntimeError, match="kv_cache_update_: expected no tangent, but k carries one"):
-        torch.func.jvp(lambda k: kv_cache_update_(*inputs[:2], k, *inputs[3:]), (inputs[2],), (inputs[2],))
-    with pytest.raises(RuntimeError, match="kv_cache_update_: expected no gradient, but k requires one"):
-        torch.func.grad(lambda k: kv_cache_update_(*inputs[:2], k, *inputs[3:]))(inputs[2])
-
-
-@pytest.mark.parametrize("where", [DEVICE, "cpu"])
-def test_counts_as_a_change(where):
-    """A backward that saved the cache notices; so do inference tensors that may not be changed outside."""
-    k_cache, v_cache, k, v, slots = (x.to(where) for x in inputs_of())
-    leaf = torch.ones_like(k_cache, requires_grad=True)
-    y = (leaf * k_cache).sum()
-    versions = [x._version for x in (k_cache, v_cache, k, v, slots)]
-    kv_cache_update_(k_cache, v_cache, k, v, slots)
-    assert [x._version - n for x, n in zip((k_cache, v_cache, k, v, slots), versions, strict=True)] == [1, 1, 0, 0, 0]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
-    with torch.inference_mode():
-        kv_cache_update_(k_cache.clone(), v_cache, k, v, slots)
 
 
 # ---- transforms, compilation, devices ----
@@ -396,16 +339,6 @@ def test_compiled():
             )
             assert torch.equal(actual, expected)
             assert torch.equal(k_cache, eager[0]) and torch.equal(v_cache, eager[1])
-
-
-def test_graph_is_functional():
-    """AOTAutograd sees auto_functionalized, not a mutation."""
-    graphs = EagerAndRecordGraphs()
-    backend = aot_autograd(fw_compiler=graphs)
-    torch._dynamo.reset()
-    torch.compile(kv_cache_update_, backend=backend, fullgraph=True)(*inputs_of())
-    targets = [str(node.target) for node in graphs.graphs[0].graph.nodes if node.op == "call_function"]
-    assert any("auto_functionalized" in target for target in targets) and INPLACE.name() not in targets
 
 
 @pytest.mark.parametrize("device_type", [NAME, "cpu"])
