@@ -1,7 +1,6 @@
-"""The folders of csrc/: which may include which, and that a header declares what its own .cpp defines."""
+"""The folders of csrc/: which may include which."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,59 +76,3 @@ def test_only_the_identity_names_the_device():
         if re.search("PrivateUse1", code) and path.parent != CSRC / "backend/identity":
             naming.append(str(path.relative_to(CSRC)))
     assert not naming
-
-
-def functions(text: str, inside: str = "") -> Iterator[tuple[str, bool]]:
-    """The functions at namespace level and of classes, each with whether it has a body. Enough of C++ for our files."""
-    text = re.sub(r"//.*|/\*.*?\*/|^#(?:.*\\\n)*.*", "", text, flags=re.M)
-    text = re.sub(r'"(?:\\.|[^"\\])*"', '""', text)
-    text = re.sub(r"__attribute__\(\(.*?\)\)+|\b(?:public|private|protected):", "", text)
-    start = at = 0
-    while at < len(text):
-        if text[at] not in ";{}":
-            at += 1
-            continue
-        head = text[start:at].strip()
-        if text[at] == "{" and head.count("(") > head.count(")"):  # a default argument or a braced value
-            at = closing(text, at)
-            continue
-        if text[at] == "{":
-            kind = re.search(r"\b(?:class|struct)\s+(\w+)(?:\s+final)?(?:\s*:[^()]*)?$", head)
-            if kind:
-                yield from functions(text[at + 1 : closing(text, at) - 1], f"{kind[1]}::")
-            if kind or not re.match(r'(?:inline\s+)?namespace\b|extern ""$', head):
-                body, at = True, closing(text, at) - 1
-            else:
-                head = ""
-        else:
-            body = False
-        name = re.match(r"[^=(]*?([\w:~]+)\s*\((?!\*)", head)
-        if name and not re.match(r"(?:using|friend|static_assert)\b", head):
-            if not re.search(r"=\s*(?:default|delete|0)$", head):
-                yield inside + name[1], body
-        at += 1
-        start = at
-
-
-def closing(text: str, at: int) -> int:
-    depth = 0
-    while True:
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
-        at += 1
-        if depth == 0:
-            return at
-
-
-@pytest.mark.parametrize("header", [p for room in ("runtime", "backend", "aten", "bindings") for p in files(room) if p.suffix == ".h"],
-                         ids=lambda path: str(path.relative_to(CSRC)))  # fmt: skip
-def test_a_header_declares_what_its_own_cpp_defines(header):
-    source = header.with_suffix(".cpp")
-    code = source.read_text() if source.exists() else ""
-    defined = set()
-    for name, body in functions(code):
-        parts = name.split("::")
-        defined |= {"::".join(parts[i:]) for i in range(len(parts)) if body}
-    inline = {name for name, body in functions(header.read_text()) if body}
-    missing = {name for name, body in functions(header.read_text()) if not body} - defined - inline
-    assert not missing, f"{source.relative_to(CSRC)} does not define {sorted(missing)}"
-    assert not code or f'#include "{header.relative_to(CSRC)}"' in code
