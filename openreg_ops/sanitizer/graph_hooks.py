@@ -64,18 +64,7 @@ def _reset(plain: Callable[..., Any], self: Any) -> None:
             captures.ended(self, ok=False)
 
 
-def _register_generator_state(plain: Callable[..., Any], self: Any, generator: torch.Generator) -> None:
-    plain(self, generator)
-    self._registered = {*getattr(self, "_registered", ()), generator._cdata}
-
-
-_WATCHED = {
-    "capture_begin": _capture_begin,
-    "capture_end": _capture_end,
-    "replay": _replay,
-    "reset": _reset,
-    "register_generator_state": _register_generator_state,
-}
+_WATCHED = {"capture_begin": _capture_begin, "capture_end": _capture_end, "replay": _replay, "reset": _reset}
 _plain: list[tuple[type, str, Any]] = []
 _hooks: list[Any] = []
 

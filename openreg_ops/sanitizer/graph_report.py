@@ -98,7 +98,6 @@ class CapturedGraph:
     thread: int
     pool: tuple[int, int] = (0, 0)
     streams: set[Stream] = field(default_factory=set)
-    generators: set[int] = field(default_factory=set)
     uses: dict[tuple[Span, AccessType, int, int], Use] = field(default_factory=dict)
     events: list[tuple[int, bool]] = field(default_factory=list)  # external ones, and whether it records them
     made: list[Memory] = field(default_factory=list)  # in its pool
@@ -150,9 +149,9 @@ class CapturedGraph:
 class GraphError(SynchronizationError):
     """A mistake with a captured graph.
 
-    ``kind`` is one of "freed_input", "moved_input", "overwritten_output", "host_tensor", "host_number", "host_random",
-    "unregistered_generator" and "shared_pool". The text names the graph and the node, and contains the remedy and the
-    stack traces of the capture and of the replay or access.
+    ``kind`` is one of "freed_input", "moved_input", "overwritten_output", "host_tensor", "host_number", "host_random" and
+    "shared_pool". The text names the graph and the node, and contains the remedy and the stack traces of the capture and
+    of the replay or access.
     """
 
     def __init__(self, kind: str, what: str, remedy: str, then: tuple[str, Trace], now: tuple[str, Trace]) -> None:

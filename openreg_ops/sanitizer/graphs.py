@@ -56,7 +56,6 @@ class Captures:
         graph = CapturedGraph(weakref.ref(owner), line(), trace, stream, threading.get_ident())
         graph.streams.add(stream)
         graph.pool = owner.pool()
-        graph.generators = set(getattr(owner, "_registered", ()))
         self.active.append(graph)
 
     def ended(self, owner: Any, ok: bool) -> None:
@@ -96,31 +95,11 @@ class Captures:
                 memory.graph, memory.pool = weakref.ref(graph), graph.pool
                 graph.made.append(memory)
 
-    def node(self, func: torch._ops.OpOverload, args: Any, kwargs: Any, trace: Trace) -> Node:
-        """An operator is about to be captured: record the host values it takes."""
+    def node(self, func: torch._ops.OpOverload, trace: Trace) -> Node:
+        """An operator is about to be captured."""
         graph = self.of_thread()
         assert graph is not None
-        node = Node(str(func), line(), trace, str(graph))
-        generator = next(
-            (argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.Generator)), None
-        )
-        if generator is not None and generator.device.type == identity.name:
-            default = torch.openreg.default_generators[generator.device.index]
-            if generator._cdata not in {default._cdata, *graph.generators}:
-                self.races.fail(
-                    [
-                        GraphError(
-                            "unregistered_generator",
-                            f"{node.name} of {graph} draws from a generator that is not registered with the graph, so "
-                            "every replay would draw the same numbers.",
-                            "Call graph.register_generator_state(generator) before the capture, or use the default "
-                            "generator of the device.",
-                            ("Captured", graph.trace),
-                            ("Drawn", trace),
-                        )
-                    ]
-                )
-        return node
+        return Node(str(func), line(), trace, str(graph))
 
     def host_tensor(self, node: Node, x: torch.Tensor) -> None:
         """A captured operator takes a 0-dim CPU tensor as a number."""

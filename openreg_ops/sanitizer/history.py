@@ -513,7 +513,7 @@ class CheckedCall:
             self.trace = Trace(self.races.caller)
             if self.trace.node is None:
                 self.races.caller = threading.get_ident()
-            node = captures.node(self.func, self.args, self.kwargs, self.trace) if stream else None
+            node = captures.node(self.func, self.trace) if stream else None
         with self.races.kernel() as used:
             out = self.kernel(*self.args, **self.kwargs)
         with self.races.lock, torch._C._DisableTorchDispatch():
@@ -548,7 +548,7 @@ class CheckedCall:
             trace = Trace(self.races.caller)
             self.races.drain()
             on_device = any(x.device.type == identity.name for x, _, _ in inputs)
-            node = captures.node(self.func, self.args, self.kwargs, trace)
+            node = captures.node(self.func, trace)
             if on_device and not self.traits.copies:
                 for x, _, _ in inputs:
                     if x.device.type == "cpu" and not x.dim():

@@ -432,29 +432,6 @@ def test_a_learning_rate_has_changed():
 # ---- random state ----
 
 
-def test_a_generator_is_not_registered():
-    generator = torch.Generator(DEVICE)
-    graph = torch.openreg.Graph()
-    with caught("unregistered_generator", "aten.rand", "register_generator_state(generator)"):  # noqa: SIM117
-        with torch.openreg.graph(graph):
-            torch.rand(3, device=DEVICE, generator=generator)
-
-
-def test_a_generator_of_another_graph():
-    generator = torch.Generator("openreg:1")
-    first = torch.openreg.Graph()
-    first.register_generator_state(generator)
-    x = ones(device="openreg:1")
-    with torch.openreg.device(1):
-        with torch.openreg.graph(first):
-            y = torch.bernoulli(x, generator=generator)
-        second = torch.openreg.Graph()
-        with caught("unregistered_generator", "aten.bernoulli"), torch.openreg.graph(second):
-            z = torch.bernoulli(x, generator=generator)
-    y = None
-    assert "z" not in locals()
-
-
 @pytest.mark.parametrize(
     "number", ["torch.rand(())", "2 - torch.rand(()) * 3", "torch.rand(4).sum()", "torch.zeros(()).uniform_()"]
 )
