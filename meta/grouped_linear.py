@@ -13,6 +13,30 @@ from torch.nn.functional import linear
 from openreg_ops.meta import op
 
 
+def _checked(name: str, group_sizes: Tensor, rows: int) -> list[int] | None:
+    """The sizes, or None if they cannot be read: then an assertion checks them."""
+    if _readable(group_sizes):
+        sizes = group_sizes.tolist()
+        for e, size in enumerate(sizes):
+            torch._check(
+                size >= 0,
+                lambda e=e, size=size: f"{name}: expected group_sizes of at least 0, but got {size} for group {e}",
+            )
+        total = min(sum(sizes), 2**63 - 1)
+        torch._check(
+            total == rows,
+            lambda: f"{name}: expected group_sizes that sum to {rows}, the rows of x, but got a sum of {total}",
+        )
+        return sizes
+    if not group_sizes.is_meta:
+        sums = (group_sizes >= 0).all() & (group_sizes.sum() == rows)
+        torch._assert_async(
+            _unwrapped(sums).all(),  # for every sample: the assertion has no batching rule
+            f"{name}: expected group_sizes of at least 0 that sum to the rows of x",
+        )
+    return None
+
+
 class _Groups:
     """The groups of a number of rows: split() gives the part of each, join() puts the parts together again.
 
@@ -21,23 +45,9 @@ class _Groups:
     """
 
     def __init__(self, name: str, group_sizes: Tensor, rows: int) -> None:
-        self.sizes = self.masks = None
-        if _readable(group_sizes):
-            self.sizes = group_sizes.tolist()
-            for e, size in enumerate(self.sizes):
-                torch._check(
-                    size >= 0,
-                    lambda e=e, size=size: f"{name}: expected group_sizes of at least 0, but got {size} for group {e}",
-                )
-            total = min(sum(self.sizes), 2**63 - 1)
-            torch._check(
-                total == rows,
-                lambda: f"{name}: expected group_sizes that sum to {rows}, the rows of x, but got a sum of {total}",
-            )
-        else:
-            sums = (group_sizes >= 0).all() & (group_sizes.sum() == rows)
-            if not group_sizes.is_meta and not _mapped(group_sizes):
-                torch._assert_async(sums, f"{name}: expected group_sizes of at least 0 that sum to the rows of x")
+        self.masks = None
+        self.sizes = _checked(name, group_sizes, rows)
+        if self.sizes is None:
             ends = group_sizes.cumsum(0)
             expert = (torch.arange(rows, device=ends.device).unsqueeze(1) >= ends).sum(1, keepdim=True)
             self.masks = [expert == e for e in range(group_sizes.shape[0])]
@@ -104,8 +114,8 @@ def grouped_linear(x: Tensor, weights: Sequence[Tensor], bias: Sequence[Tensor] 
 
     Differentiable any number of times in x, every weight and every bias. Group sizes are data: under `torch.compile`
     they may change from call to call, and so may the number of rows. The half types are accumulated in float32.
-    Autocast runs it in its lower dtype. When compiled for a device other than openreg, it runs every group on every
-    row.
+    Autocast runs it in its lower dtype. When compiled for a device other than openreg, and when `torch.vmap` maps over
+    group_sizes, it runs every group on every row.
     Source: Shazeer et al. 2017, arXiv:1701.06538; `torch.nn.functional.grouped_mm` is the counterpart for stacked
     weights.
     """
@@ -159,77 +169,6 @@ def _(x, weights, output_mask):
     )
 
 
-# Each sample has its own groups: B samples of E groups are B * E groups.
-
-
-def _sizes_of_all(name: str, dim: int | None, group_sizes: Tensor, samples: int, rows: int) -> Tensor:
-    sizes = group_sizes.unsqueeze(0) if dim is None else group_sizes.movedim(dim, 0)
-    # The operator sees only their sum over all samples. The assertion has no batching rule for outer levels.
-    torch._assert_async(
-        _unwrapped(sizes.sum(1) == rows).all(),
-        f"{name}: expected group_sizes that sum to {rows}, the rows of x, for each sample",
-    )
-    return sizes.expand(samples, -1).flatten()
-
-
-def _for_each_sample(dims: Sequence[int | None], tensors: Sequence[Tensor], samples: int) -> list[Tensor]:
-    parts = [[x] * samples if dim is None else x.movedim(dim, 0).unbind() for x, dim in zip(tensors, dims, strict=True)]
-    return [part[sample] for sample in range(samples) for part in parts]
-
-
-def _rows(dim: int | None, x: Tensor, samples: int) -> Tensor:
-    return op.all_batch_first([dim], [x], samples)[0].flatten(0, 1)
-
-
-@grouped_linear.batched
-def _(in_dims, x, weights, bias, group_sizes, *, vmap):
-    x_dim, weight_dims, bias_dims, sizes_dim = in_dims
-    samples = vmap.batch_size()
-    if samples == 0:
-        return NotImplemented
-    if all(dim is None for dim in (*weight_dims, *bias_dims, sizes_dim)):
-        # All samples have the same layers, so each layer gets the rows of all samples.
-        rows = x.movedim(x_dim, 1).flatten(0, 1)
-        sizes = _sizes_of_all("grouped_linear", None, group_sizes, samples, rows.shape[0] // samples)
-        y = torch.ops.openreg.grouped_linear(rows, weights, bias, sizes.view(samples, -1).sum(0))
-        return y.view(rows.shape[0] // samples, samples, y.shape[1]), 1
-    rows = _rows(x_dim, x, samples)
-    y = torch.ops.openreg.grouped_linear(
-        rows,
-        _for_each_sample(weight_dims, weights, samples),
-        _for_each_sample(bias_dims, bias, samples),
-        _sizes_of_all("grouped_linear", sizes_dim, group_sizes, samples, rows.shape[0] // samples),
-    )
-    return y.view(samples, rows.shape[0] // samples, y.shape[1]), 0
-
-
-@grouped_linear_backward.batched
-def _(in_dims, grad_y, x, weights, group_sizes, output_mask, *, vmap):
-    grad_dim, x_dim, weight_dims, sizes_dim, _ = in_dims
-    samples = vmap.batch_size()
-    if samples == 0:
-        return NotImplemented
-    rows = _rows(x_dim, x, samples)
-    grad_x, grad_weights, grad_bias = torch.ops.openreg.grouped_linear_backward(
-        _rows(grad_dim, grad_y, samples),
-        rows,
-        _for_each_sample(weight_dims, weights, samples),
-        _sizes_of_all("grouped_linear_backward", sizes_dim, group_sizes, samples, rows.shape[0] // samples),
-        output_mask,
-    )
-    groups = len(weights)
-
-    def stacked(grads: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.stack(grads[e::groups]) for e in range(groups)] if grads else []
-
-    out = (
-        None if grad_x is None else grad_x.view(samples, rows.shape[0] // samples, rows.shape[1]),
-        stacked(grad_weights),
-        stacked(grad_bias),
-    )
-    return out, (None if grad_x is None else 0, [0] * len(out[1]), [0] * len(out[2]))
-
-
 # ---- DTensors: along a dimension of the mesh, the devices have some of the rows, of the outputs, or of the inputs ----
 
 
@@ -251,17 +190,8 @@ def _where(split: Sequence[str | None], **at: Any) -> list[Any]:
 def _sizes_here(shards: Any, split: Sequence[str | None], group_sizes: Any, rows: int) -> Tensor:
     """How many of this device's rows belong to each group."""
     sizes = shards.local(group_sizes, [None for _ in split])
+    _checked("grouped_linear", sizes, rows)
     here, ends = shards.part(rows, _where(split, rows=0)), sizes.cumsum(0)
-    if _readable(sizes):
-        torch._check(
-            bool((sizes >= 0).all()) and int(sizes.sum()) == rows,
-            lambda: (
-                f"grouped_linear: expected group_sizes of at least 0 that sum to {rows}, the rows of x, but got {sizes.tolist()}"
-            ),
-        )
-    else:
-        sums = (sizes >= 0).all() & (sizes.sum() == rows)
-        torch._assert_async(sums, "grouped_linear: expected group_sizes of at least 0 that sum to the rows of x")
     if not here.numel():
         return torch.zeros_like(sizes)
     below = (here.unsqueeze(1) < ends).sum(0, dtype=sizes.dtype)  # rows here that belong to a group up to this one

@@ -325,7 +325,7 @@ def check_errors():
         )
     sizes = placed(torch.tensor([1, 2], device="openreg"), mesh, [None])
     with pytest.raises(
-        RuntimeError, match=r"grouped_linear: expected group_sizes of at least 0 that sum to 4, the rows"
+        RuntimeError, match=r"grouped_linear: expected group_sizes that sum to 4, the rows of x, but got a sum"
     ):
         torch.ops.openreg.grouped_linear(placed(x, mesh, [0]), [placed(weight, mesh, [None])] * 2, [], sizes)
 

@@ -238,7 +238,7 @@ def test_vmap_over_sizes(where):
             )
     wrong = sizes(2, 0, 3, 3, 0, 3, 1, 1, 2, device=where).view(3, 3)  # right in sum, for no sample but the first
     with pytest.raises(
-        RuntimeError, match="grouped_linear: expected group_sizes that sum to 5, the rows of x, for each"
+        RuntimeError, match="grouped_linear: expected group_sizes of at least 0 that sum to the rows of x"
     ):
         torch.vmap(grouped_linear, in_dims=(None, None, None, 0))(x, weights, bias, wrong)
 
@@ -259,7 +259,7 @@ def test_vmap_over_sizes_inside_another(where):
         assert_close(inner, expected)
         assert_close(outer, expected)
     wrong = sizes(2, 2, 3, 3, 1, 4, device=where).view(3, 2)
-    with pytest.raises(RuntimeError, match="expected group_sizes that sum to 5, the rows of x, for each sample"):
+    with pytest.raises(RuntimeError, match="expected group_sizes of at least 0 that sum to the rows of x"):
         torch.vmap(torch.vmap(layer, in_dims=(None, 0)), in_dims=(0, None))(batch, wrong)
 
 
