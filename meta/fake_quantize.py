@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -61,6 +59,14 @@ def fake_quantize(
     to_scale = (kept - steps.where(inside, 0)).where(s.isfinite(), 0)
     y = kept * s.detach() + zero.where(inside, 0) + zero_of_scale * to_scale
     return y.to(x.dtype).contiguous()
+
+
+@fake_quantize.batched
+def _(in_dims, x, scale, zero_point, quant_min, quant_max, axis):
+    if in_dims[1] is not None or in_dims[2] is not None:  # the kernel takes one scale for all samples
+        return NotImplemented
+    axis = axis if axis is None or axis < 0 else axis + 1
+    return torch.ops.openreg.fake_quantize(x.movedim(in_dims[0], 0), scale, zero_point, quant_min, quant_max, axis), 0
 
 
 @fake_quantize.fake
@@ -143,36 +149,3 @@ def _(x, axis):
 def _(device, dtype):
     for x, *rest in samples(device, dtype):
         yield torch.randn_like(x), x, *rest
-
-
-# A scale for each sample is one for each channel: the kernel runs with samples, or samples' channels, as channels.
-
-
-def _fold(x: Tensor, axis: int | None) -> Tensor:
-    return x if axis is None else x.movedim(axis, 1).flatten(0, 1)
-
-
-def _unfold(x: Tensor, shape: Sequence[int], axis: int | None) -> Tensor:
-    return x if axis is None else x.unflatten(0, shape).movedim(1, axis)
-
-
-@fake_quantize.batched
-def _(in_dims, x, scale, zero_point, quant_min, quant_max, axis):
-    run = torch.ops.openreg.fake_quantize
-    if in_dims[1] is None and in_dims[2] is None:
-        axis = axis if axis is None or axis < 0 else axis + 1
-        return run(x.movedim(in_dims[0], 0), scale, zero_point, quant_min, quant_max, axis), 0
-    x, scale, zero_point = op.all_batch_first(in_dims[:3], (x, scale, zero_point))
-    axis = None if axis is None else axis % (x.dim() - 1) + 1
-    y = run(_fold(x, axis), scale.flatten(), zero_point.flatten(), quant_min, quant_max, 0)
-    return _unfold(y, scale.shape, axis), 0
-
-
-@fake_quantize_backward.batched
-def _(in_dims, grad_y, x, scale, zero_point, quant_min, quant_max, axis):
-    grad_y, x, scale, zero_point = op.all_batch_first(in_dims[:4], (grad_y, x, scale, zero_point))
-    axis = None if axis is None else axis % (x.dim() - 1) + 1
-    grad_x, grad_scale = torch.ops.openreg.fake_quantize_backward(
-        _fold(grad_y, axis), _fold(x, axis), scale.flatten(), zero_point.flatten(), quant_min, quant_max, 0
-    )
-    return (_unfold(grad_x, scale.shape, axis), grad_scale.reshape(scale.shape)), (0, 0)
