@@ -712,6 +712,7 @@ def wrong_arguments():
         "batch_norm_gather_stats: expected mean [processes, C], but got [3]",
         call("batch_norm_gather_stats", mean=of(3)),
     )
+    yield "batch_norm_elemt: expected mean to be a tensor, but got None", call("batch_norm_elemt", mean=None)
     out, given = of(2, 3), PARTS["batch_norm_elemt"]
     yield (
         "batch_norm_elemt: expected out of shape [2, 3, 4], the same as input, but got",
