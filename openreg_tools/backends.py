@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from openreg_tools.core.info import Info
 
-__all__ = ["Backend", "Has", "Kernel", "Known", "of_device", "of_key", "of_operator", "register", "registered"]
+__all__ = ["Backend", "Has", "Kernel", "of_device", "of_key", "of_operator", "register", "registered"]
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -69,15 +69,6 @@ class Has:
     kind: str  # one of dispatch.HAS
     why: str
     where: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """Why an operator of PyTorch differs from the CPU's, and in which checks of `conformance` and dtypes; () is all."""
-
-    cause: str
-    checks: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
 
 
 class Backend:
@@ -134,10 +125,6 @@ class Backend:
     # ---- conformance ----
 
     draws_as_cpu = False  # whether the device's generator draws the CPU's numbers
-
-    def known_failures(self) -> Mapping[str, Known]:
-        """PyTorch's operators that differ from the CPU, with the cause."""
-        return {}
 
     def differs(self) -> Mapping[str, str]:
         """The package's operators that accept different damaged arguments than their CPU kernel, with the cause."""

@@ -1,14 +1,6 @@
-"""Known failures, each with a cause that you can check. A test or command that reads a list fails if an entry passes.
-
-KNOWN_FAILURES: torch's operators that differ from the CPU, for `python -m openreg_ops conformance` and
-tests/aten/test_opinfo.py; at most ten. OPERATORS: checks that an openreg:: operator fails, for `openreg_ops.testing.check`.
-"""
+"""What an openreg:: operator is known to do differently, each with a cause that you can check."""
 
 from __future__ import annotations
-
-from openreg_tools.backends import Known
-
-KNOWN_FAILURES: dict[str, Known] = {}
 
 _HALVED = (
     "backward passes half of the gradient on, on purpose: the operator shows a gradient that is not the derivative"
@@ -17,6 +9,7 @@ _HALVED = (
 _STRAIGHT_THROUGH = "the gradient is a straight-through estimator's, on purpose: it counts rounding as the identity"
 _LINEAR = "the straight-through estimator's gradient is linear in the incoming one alone, on purpose"
 
+# Checks that an operator fails. `openreg_ops.testing.check` fails if one of them passes.
 OPERATORS: dict[str, dict[str, str]] = {
     "openreg::custom_autograd_fn_returns_self": {
         "gradcheck": _HALVED,

@@ -15,7 +15,6 @@ import torch
 from openreg_tools.backends import Backend, Has, Kernel
 
 if TYPE_CHECKING:
-    from openreg_tools.backends import Known
     from openreg_tools.core.info import Info
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -95,11 +94,6 @@ class Openreg(Backend):
     # ---- conformance ----
 
     draws_as_cpu = True
-
-    def known_failures(self) -> Mapping[str, Known]:
-        from openreg_ops.testing.known_failures import KNOWN_FAILURES
-
-        return KNOWN_FAILURES
 
     def differs(self) -> Mapping[str, str]:
         from openreg_ops.testing.known_failures import DIFFERENT

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from openreg_tools.conformance.close_enough import OVERLAP
 from openreg_tools.conformance.one_sample import OneSample
 from openreg_tools.conformance.outcomes import UNINITIALIZED, Comparison, Draws, Outcome, draws_as_cpu, run
 from openreg_tools.core.move import Move, is_written
@@ -30,9 +30,6 @@ CALLS = 2
 
 # Operators that write only part of a result, and the part that they leave.
 WRITTEN_IN_PART = {"_ctc_loss": "log_alpha beyond the lengths of inputs and targets"}
-
-# The error that refuses overlapping memory.
-OVERLAP = re.compile(r"single memory location|overlap")
 
 
 # ---- views of guarded memory ----

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from openreg_tools.backends import Known
 from openreg_tools.conformance import graphs, outcomes
 from openreg_tools.core import opinfo
 from openreg_tools.core.blocks import Block, Box, Cell, Lines, Section, Table, Text, counted, cut
@@ -19,13 +18,8 @@ Record = dict[str, Any]  # one line of the results file: operator, dtype, ran, f
 Case = tuple[str, str]  # operator, dtype
 
 
-VERDICTS = {
-    "pass": "equal to the CPU",
-    "known": "differs, for a cause in known_failures.py",
-    "fail": "differs",
-    "fixed": "listed as a known failure, but passes",
-}
-MARKS = {"pass": ".", "known": "k", "fail": "F", "fixed": "x"}
+VERDICTS = {"pass": "equal to the CPU", "fail": "differs"}
+MARKS = {"pass": ".", "fail": "F"}
 _NAMES = {dtype_name(dtype): short for short, dtype in DTYPES.items()}
 SHORT = {name: _NAMES[name] for name in opinfo.DTYPES}
 
@@ -42,30 +36,14 @@ class ConformanceReport(Report):
 
     header: Record
     records: list[Record]
-    dtypes: dict[str, list[str]]  # of all operators
-    known: dict[str, Known] = dataclasses.field(default_factory=dict)
-    thorough: bool = True  # with fewer samples or checks, a known failure might not appear
     against: dict[Case, Record] | None = None  # an earlier run
 
     def __post_init__(self) -> None:
-        passed = {(r["operator"], r["dtype"]) for r in self.records if not r["failures"] and r["ran"]}
-        # The listed operators that pass in every dtype they are listed for, all of those having run.
-        self.fixed = {
-            name
-            for name, known in self.known.items()
-            if self.thorough
-            and all((name, dtype) in passed for dtype in self.dtypes.get(name, ()) if dtype in (known.dtypes or SHORT))
-        }
         self.title = f"conformance of {self.header.get('device', '')}"
 
     def verdict(self, record: Record) -> str:
         """The verdict, one of VERDICTS."""
-        known = self.known.get(record["operator"])
-        listed = known is not None and record["dtype"] in (known.dtypes or SHORT)
-        if record["failures"]:
-            is_known = listed and (not known.checks or {f["check"] for f in record["failures"]} <= {*known.checks})
-            return "known" if is_known else "fail"
-        return "fixed" if listed and record["operator"] in self.fixed else "pass"
+        return "fail" if record["failures"] else "pass"
 
     @property
     def regressions(self) -> list[tuple[Record, list[str]]]:
@@ -73,7 +51,7 @@ class ConformanceReport(Report):
         found = []
         for record in self.records:
             before = (self.against or {}).get((record["operator"], record["dtype"]))
-            if before is not None and self.verdict(record) == "fail":
+            if before is not None:
                 differed = {(f["check"], f["kind"]) for f in before["failures"]}
                 new = {(f["check"], f["kind"]) for f in record["failures"]} - differed
                 if new:
@@ -91,17 +69,17 @@ class ConformanceReport(Report):
 
     @property
     def passed(self) -> bool:
-        """True if nothing is worse than in the earlier run; without one, if nothing fails and no known failure passes."""
+        """True if nothing is worse than in the earlier run; without one, if nothing fails."""
         if self.against is not None:
             return not self.regressions
-        return not any(self.verdict(r) in ("fail", "fixed") for r in self.records)
+        return not any(r["failures"] for r in self.records)
 
     # ---- text and HTML ----
 
     def summary(self) -> str:
         judged = collections.Counter(map(self.verdict, self.records))
         operators = {r["operator"] for r in self.records}
-        bad = {r["operator"] for r in self.records if self.verdict(r) in ("fail", "fixed")}
+        bad = {r["operator"] for r in self.records if r["failures"]}
         failed = f", {len(bad)} failed" if bad else ""
         cases = ", ".join(f"{judged[v]} {v}" for v in VERDICTS if judged[v])
         return f"{len(operators)} operators: {len(operators) - len(bad)} passed{failed}; {len(self.records)} cases: {cases}"
@@ -210,9 +188,8 @@ class ConformanceReport(Report):
     def _failures(self, page: bool = False) -> Iterator[Block]:
         groups: dict[tuple[str, str, str], list[tuple[Record, Record]]] = collections.defaultdict(list)
         for record in self.records:
-            if self.verdict(record) == "fail":
-                for failure in record["failures"]:
-                    groups[record["operator"], failure["check"], failure["kind"]].append((record, failure))
+            for failure in record["failures"]:
+                groups[record["operator"], failure["check"], failure["kind"]].append((record, failure))
         said: list[Block] = []
         for (name, check, kind), found in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
             dtypes = ", ".join(sorted({record["dtype"] for record, _ in found}, key=opinfo.DTYPES.index))
@@ -225,11 +202,6 @@ class ConformanceReport(Report):
                 said += [Lines([f"{len(found):5} {name} {check} [{kind}]"]), Text(where, 6)]
         if said:
             yield Section("Failures, most frequent first:", said)
-        for record in self.records:
-            if self.verdict(record) == "fixed":
-                yield Text(
-                    f"{record['operator']} {record['dtype']} is a known failure but passes: take it off the list"
-                )
 
     # ---- JSON ----
 
