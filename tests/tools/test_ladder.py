@@ -1,11 +1,10 @@
-"""The ladder: what it says of a finished backend, of two beginnings, and of faults in each check's subject."""
+"""The ladder: what it says of a finished backend, and of faults in each check's subject."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,19 +30,14 @@ DEVICE = "openreg"
 # ---- whole runs ----
 
 
-def climb(*words: str, path: Path | None = None) -> subprocess.CompletedProcess:
-    folders = [str(Path(openreg_ops.__file__).parents[1]), *([str(path)] if path else [])]
-    arguments = ("-m", "openreg_tools", "ladder", *words, "--json", "-")
-    environment = {"PYTHONPATH": ":".join(folders)} | ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if path else {})
-    return python(*arguments, opinfo=True, nested=True, **environment)
-
-
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.compiles
 def test_a_finished_backend_reaches_the_top(tmp_path):
     (file := tmp_path / "trace.json").write_text('{"name": "", "operators": [{"operator": "aten::_cudnn_rnn"}]}')
-    done = climb("--import", "openreg_ops", "--device", DEVICE, "--trace", str(file))
+    words = ("ladder", "--import", "openreg_ops", "--device", DEVICE, "--trace", str(file), "--json", "-")
+    path = str(Path(openreg_ops.__file__).parents[1])
+    done = python("-m", "openreg_tools", *words, opinfo=True, nested=True, PYTHONPATH=path)
     found = json.loads(done.stdout)
     verdicts = {(check["name"], check["verdict"], check["said"]) for rung in found["rungs"] for check in rung["checks"]}
     assert {verdict for verdict in verdicts if verdict[1] != "pass"} == set()
@@ -52,20 +46,6 @@ def test_a_finished_backend_reaches_the_top(tmp_path):
     assert [(program["name"], program["missing"]) for program in found["programs"]] == [
         ("trace.json", ["aten::_cudnn_rnn (refused)"])
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_backend_in_python_gets_sentences():
-    done = climb("--import", "python_backend", "--device", "snake", path=Path(__file__).parent)
-    found = json.loads(done.stdout)
-    assert (found["reached"], done.returncode) == (0, 1) and "Traceback" not in done.stderr + done.stdout
-    assert found["first"]["said"] == "torch.snake lacks set_device, synchronize"
-    assert found["first"]["file"] == "torch_snake/device.py" and found["first"]["rung"] == 1
-    passed = [check["name"] for rung in found["rungs"] for check in rung["checks"] if check["verdict"] == "pass"]
-    assert "torch.device knows the name" in passed and "torch.accelerator finds the device" in passed
-    failed = [check for rung in found["rungs"] for check in rung["checks"] if check["verdict"] == "fail"]
-    assert all(check["said"] and "\n" not in check["said"] and check["next"] for check in failed)
 
 
 # ---- the report ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import textwrap
@@ -83,3 +84,17 @@ def test_conformance(tool):
     status, said = tool("conformance", "--ops", "^aten::(add|mul).Tensor$")
     assert status == 1 and "2 operators: 1 passed, 1 failed" in said and "worker process died" not in said, said
     assert "Could not run 'aten::mul.out' with arguments from the 'young' backend" in said
+
+
+def test_ladder(tool):
+    status, said = tool("ladder", "--rungs", "3", "--json", "-")
+    found, _ = json.JSONDecoder().raw_decode(said)
+    assert (status, found["reached"], found["first"]["rung"]) == (1, 0, 1)
+    assert found["first"]["said"] == "torch.young lacks set_device, synchronize"
+    assert found["first"]["file"] == "torch_young/device.py"
+    checks = [check for rung in found["rungs"] for check in rung["checks"]]
+    passed = [check["name"] for check in checks if check["verdict"] == "pass"]
+    assert "torch.device knows the name" in passed and "Live tensors do not share memory" in passed
+    failed = [check for check in checks if check["verdict"] == "fail"]
+    assert any(check["said"].startswith("the process ended: signal 11") for check in failed)
+    assert all(check["said"] and check["next"] for check in failed)
