@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import keyword
 import os
 import re
 import shlex
@@ -21,7 +20,7 @@ from pathlib import Path
 from openreg_ops import _build
 from openreg_tools import dispatch
 from openreg_tools.core import about
-from openreg_tools.core.options import Wrong
+from openreg_tools.core.options import Wrong, check_name
 
 TEMPLATES = Path(__file__).parent / "templates"
 STYLES = {
@@ -43,13 +42,6 @@ PACKAGE_FILES = {
     "test_NAME.py.in": "tests/test_{name}.py",
 }
 HEADERS = ("csrc/ops/autograd.h", "csrc/ops/checks.h", "csrc/kernels/loops.h")
-# Words that are reserved in C++ but not in Python.
-CPP_WORDS = """alignas alignof and_eq asm auto bitand bitor bool case catch char char8_t char16_t char32_t co_await
-co_return co_yield compl concept const const_cast consteval constexpr constinit decltype default delete do double
-dynamic_cast enum explicit export extern false float friend goto inline int long mutable namespace new noexcept not_eq
-nullptr operator or_eq private protected public register reinterpret_cast requires restrict short signed sizeof static
-static_assert static_cast struct switch template this thread_local throw true typedef typeid typename union unsigned
-using virtual void volatile wchar_t xor xor_eq""".split()
 
 
 def render(template: str, style: str, name: str, package: str = "") -> str:
@@ -73,7 +65,7 @@ def new(name: str, style: str, root: Path) -> list[Path]:
     for part in (*HEADERS, "meta/op.py", "tests/ops/kit.py"):
         if not (root / part).is_file():
             raise Wrong(f"{root} is not an openreg_ops checkout: {part} is missing; name one with --root")
-    _check_name(name, root)
+    _check_operator(name, root)
     files = {root / where.format(name): render(template, style, name) for template, where in FILES.items()}
     for path in files:
         if path.exists():
@@ -87,9 +79,7 @@ def new_package(package: str, style: str, operators: list[str], root: Path) -> l
     """Write a package of operators into a new folder of its name in `root`; returns its files."""
     folder = root / package
     for name in (package, *operators):
-        _check_word(name)
-        if keyword.iskeyword(name) or name in CPP_WORDS:
-            raise Wrong(f"{name} is a reserved word in Python or C++; choose another name")
+        check_name(name)
     used = _names_in_code()
     for name in operators:
         if name in used or _class_name(name) in used:
@@ -128,25 +118,16 @@ def _class_name(name: str) -> str:
     return "".join(part.capitalize() for part in name.split("_"))
 
 
-def _check_word(name: str) -> None:
-    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
-        raise Wrong(f"expected a name of lower-case words with underscores between, such as my_op, but got {name!r}")
-
-
-def _check_name(name: str, root: Path) -> None:
-    _check_word(name)
+def _check_operator(name: str, root: Path) -> None:
+    check_name(name)
     sources = "".join(path.read_text() for path in (root / "csrc/ops").glob("*.cpp"))
     for taken in re.findall(r'm\.def\(\s*"(\w+)', sources):
         if taken in (name, f"{name}_backward"):
             raise Wrong(f"the operator {taken} already exists; choose another name")
     # The name becomes a C++ function beside the functions of the headers, and a Python name in the package.
     words = "".join(path.read_text() for path in (*map(root.joinpath, HEADERS), *map(TEMPLATES.joinpath, FILES)))
-    if (
-        re.search(rf"\b(check_)?{name}\b", words)
-        or keyword.iskeyword(name)
-        or name in CPP_WORDS
-        or any((root / "openreg_ops" / file).exists() for file in (name, f"{name}.py"))
-    ):
+    files = [root / "openreg_ops" / file for file in (name, f"{name}.py")]
+    if re.search(rf"\b(check_)?{name}\b", words) or any(path.exists() for path in files):
         raise Wrong(f"{name} already has another meaning in C++, Python, csrc/ops or openreg_ops; choose another name")
 
 

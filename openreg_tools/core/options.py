@@ -10,6 +10,7 @@ import argparse
 import difflib
 import importlib
 import importlib.metadata
+import keyword
 import math
 import os
 import re
@@ -18,7 +19,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Wrong", "count", "duration", "file", "named", "regex", "run", "search_here", "split", "unknown"]
+__all__ = [
+    "Wrong",
+    "check_name",
+    "count",
+    "duration",
+    "file",
+    "named",
+    "regex",
+    "run",
+    "search_here",
+    "split",
+    "unknown",
+]
 
 
 class Wrong(Exception):  # noqa: N818 -- the request is wrong, in one sentence
@@ -102,6 +115,23 @@ def _closest(name: str, names: list[str]) -> str:
         if difflib.get_close_matches(last, [close.rpartition("::")[2]], 1, 0.6):
             return close
     return ""
+
+
+# Words that are reserved in C++ but not in Python.
+_CPP_WORDS = """alignas alignof and_eq asm auto bitand bitor bool case catch char char8_t char16_t char32_t co_await
+co_return co_yield compl concept const const_cast consteval constexpr constinit decltype default delete do double
+dynamic_cast enum explicit export extern false float friend goto inline int long mutable namespace new noexcept not_eq
+nullptr operator or_eq private protected public register reinterpret_cast requires restrict short signed sizeof static
+static_assert static_cast struct switch template this thread_local throw true typedef typeid typename union unsigned
+using virtual void volatile wchar_t xor xor_eq""".split()
+
+
+def check_name(name: str) -> None:
+    """Raise Wrong if code in Python and C++ cannot use this name."""
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+        raise Wrong(f"expected a name of lower-case words with underscores between, such as my_name, but got {name!r}")
+    if keyword.iskeyword(name) or name in _CPP_WORDS:
+        raise Wrong(f"{name} is a reserved word in Python or C++; choose another name")
 
 
 def named(text: str) -> Any:

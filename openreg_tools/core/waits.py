@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import gc
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -104,7 +103,6 @@ def noticed(types: Collection[str], notice: Callable[[str], None], printing: boo
                 before = vars(owner)[name]
                 _set(owner, name, noticing(before, reason))
                 undo.callback(_set, owner, name, before)
-        undo.callback(_forget_replaced)
         yield
 
 
@@ -115,14 +113,3 @@ def _set(owner: Any, name: str, value: Any) -> None:
     except TypeError:
         gc.get_referents(vars(owner))[0][name] = value  # the dict that vars() shows read-only
         ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
-
-
-def _forget_replaced() -> None:
-    """Let Dynamo look up torch's functions again, after functions that stood in their places are gone.
-
-    Its rules are made at the first compilation and find functions by identity.
-    """
-    if rules := sys.modules.get("torch._dynamo.trace_rules"):
-        rules.clear_lru_cache()
-    if functions := sys.modules.get("torch._dynamo.variables.torch"):
-        functions.TorchInGraphFunctionVariable._get_handlers.cache_clear()

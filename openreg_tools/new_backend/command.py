@@ -6,19 +6,13 @@ template/ is that package for a device called acme. The command copies it, with 
 from __future__ import annotations
 
 import argparse
-import keyword
 import re
 import shlex
 from pathlib import Path
 
-from openreg_tools.core.options import Wrong
+from openreg_tools.core.options import Wrong, check_name
 
 TEMPLATE = Path(__file__).parent / "template"
-# Words that C++ reserves and Python does not.
-CPP_WORDS = """alignas alignof asm auto bitand bitor bool case catch char compl concept const consteval constexpr constinit
-decltype default delete do double enum explicit export extern false float friend goto inline int long mutable namespace new
-noexcept operator private protected public register requires restrict short signed sizeof static struct switch template this
-throw true typedef typeid typename union unsigned using virtual void volatile xor""".split()
 
 
 def files() -> list[Path]:
@@ -33,16 +27,11 @@ def named(text: str, name: str) -> str:
     return text.replace("acme", name).replace("Acme", camel).replace("ACME", name.upper())
 
 
-def check_name(name: str) -> None:
+def check_device(name: str) -> None:
     """Raise Wrong if the device cannot be called `name`."""
     import torch
 
-    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
-        raise Wrong(
-            f"expected a name of lower-case letters, digits and single underscores, such as acme, but got {name!r}"
-        )
-    if keyword.iskeyword(name) or name in CPP_WORDS:
-        raise Wrong(f"{name} is a reserved word in Python or C++; choose another name")
+    check_name(name)
     try:
         torch.device(name)
     except RuntimeError:  # no device has this name
@@ -62,7 +51,7 @@ def write(name: str, folder: Path) -> list[Path]:
     Raises:
         Wrong: the device cannot have this name, or the folder exists and is not empty.
     """
-    check_name(name)
+    check_device(name)
     if folder.exists() and not folder.is_dir():
         raise Wrong(f"{folder} is a file; name another folder with --into")
     if folder.is_dir() and any(folder.iterdir()):

@@ -48,8 +48,8 @@ def test_writes_the_package(name, tmp_path, capsys):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("2fast", "expected a name of lower-case letters"),
-        ("My-Chip", "expected a name of lower-case letters"),
+        ("2fast", "expected a name of lower-case words"),
+        ("My-Chip", "expected a name of lower-case words"),
         ("lambda", "reserved word"),
         ("namespace", "reserved word"),
         ("cuda", "already has a device type cuda"),

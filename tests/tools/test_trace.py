@@ -224,28 +224,6 @@ def test_compiled_functions(recwarn):
     assert {"aten::mm", "aten::relu"} <= set(rows(recorded))
 
 
-AFTERWARDS = """
-import torch
-from openreg_tools.trace import trace
-
-def function(x):
-    torch.openreg.synchronize()
-    torch.accelerator.synchronize()
-    return x * 2 + torch.rand(3, device="openreg")
-
-x = torch.ones(3, device="openreg")
-with trace("openreg"):
-    torch.compile(lambda x: (x * 3, torch.accelerator.synchronize())[0], backend="eager")(x)  # Dynamo's first
-print(torch.compile(function, backend="eager", fullgraph=True)(x).shape)
-"""
-
-
-@pytest.mark.slow
-def test_dynamo_knows_the_functions_that_were_replaced():
-    done = python("-c", AFTERWARDS)
-    assert done.stdout.strip() == "torch.Size([3])", done.stderr
-
-
 # ---- the command ----
 
 

@@ -154,14 +154,14 @@ def test_lines_of_some_styles(monkeypatch, tmp_path, mark):
 @pytest.mark.parametrize(
     "name, sentence",
     [
-        ("Foo", "expected a name of lower-case words with underscores between, such as my_op, but got 'Foo'"),
+        ("Foo", "expected a name of lower-case words with underscores between, such as my_name, but got 'Foo'"),
         ("../foo", "expected a name of lower-case words"),
         ("foo__bar", "expected a name of lower-case words"),
         ("rms_norm", "the operator rms_norm already exists; choose another name"),
         ("rms_norm_backward", "the operator rms_norm_backward already exists"),
         ("sum", "sum already has another meaning in C++, Python, csrc/ops or openreg_ops; choose another name"),
-        ("lambda", "lambda already has another meaning"),
-        ("switch", "switch already has another meaning"),
+        ("lambda", "lambda is a reserved word"),
+        ("switch", "switch is a reserved word"),
         ("sigmoid", "sigmoid already has another meaning"),
         ("streams", "streams already has another meaning"),
     ],
