@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -251,13 +252,47 @@ def check_errors():
             work.wait(timedelta(milliseconds=100))
     dist.barrier()
     work = work if rank == 0 else dist.all_reduce(x, group=group, async_op=True)
-    work.wait(timedelta(0))  # waits without a limit
+    work.wait()
     assert x.tolist() == [dist.get_world_size()] * 2
+
+
+def waited(timeout, device, backend):
+    """What `work.wait(timeout)` does on rank 0 while rank 1 has not come; it comes when rank 0 waits or has given up."""
+    group = dist.new_group([0, 1], backend=backend)
+    if dist.get_rank() > 1:
+        return None
+    store, key = dist.distributed_c10d._get_default_store(), f"{backend} {timeout}"
+    if dist.get_rank():
+        store.get(key)
+        dist.all_reduce(torch.ones(2, device=device), group=group)
+        return None
+    x = torch.ones(2, device=device)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    later = threading.Timer(0.1, store.set, (key, ""))
+    later.start()
+    try:
+        done = work.wait(timeout)
+    except RuntimeError as error:
+        assert "timed out" in str(error)
+        done = False
+    later.join()
+    work.wait()
+    assert x.tolist() == [2, 2]
+    return done
+
+
+def check_timeouts():
+    """None, less than a millisecond, below zero and a century: as plain Gloo takes them, and no error lasts."""
+    limits = {timedelta(0): True, timedelta(microseconds=10): True, timedelta(milliseconds=-1): False}
+    limits |= {timedelta(seconds=-5): False, timedelta(milliseconds=1): False, timedelta(days=36500): True}
+    for limit, waits in limits.items():
+        found = [waited(limit, device, backend) for device, backend in (("openreg", "occl"), ("cpu", "gloo"))]
+        assert found in ([None, None], [waits, waits]), limit
 
 
 CHECKS = [
     check_objects, check_functional, check_futures, check_works_in_place, check_order, check_barriers, check_groups,
-    check_errors,
+    check_errors, check_timeouts,
 ]  # fmt: skip
 
 
