@@ -27,7 +27,8 @@ def _check_devices(tensors: Sequence[torch.Tensor], what: str) -> None:
     for i, tensor in enumerate(tensors):
         if tensor.device.type != identity.name:
             raise RuntimeError(
-                f"Expected all {what} tensors to be openreg tensors, but tensor at index {i} has device {tensor.device}"
+                f"Expected all {what} tensors to be {identity.name} tensors, but tensor at index {i} has device "
+                f"{tensor.device}"
             )
 
 
