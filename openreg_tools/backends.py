@@ -106,10 +106,6 @@ class Backend:
         """The checks that an operator is known to fail, each with the cause."""
         return {}
 
-    def may_pass(self, op: str) -> Iterable[str]:
-        """The checks in `known` that pass on some machines."""
-        return ()
-
     def state(self) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         """Functions that get and set process-wide state that a check, or a broken operator, may change."""
         return []

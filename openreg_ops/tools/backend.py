@@ -67,11 +67,6 @@ class Openreg(Backend):
 
         return OPERATORS.get(op, {})
 
-    def may_pass(self, op: str) -> Iterable[str]:
-        from openreg_ops.testing.known_failures import MAY_PASS
-
-        return MAY_PASS.get(op, ())
-
     def state(self) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         from openreg_ops import _C, autograd_fallback
 

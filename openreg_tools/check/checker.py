@@ -207,8 +207,8 @@ def check(
             have, if that is not its derivative: ``lambda x: x`` for rounding with a straight-through gradient.
         only, skip: names of checks, in a list or in a text with spaces or commas between them. ``only="fast"`` means the
             checks for an editor, which take a second.
-        known: checks that this operator is known to fail, each with the cause. They count as passed; one that no longer
-            fails for any sample fails the report. By default, those that the operator's package lists.
+        known: checks that this operator is known to fail, each with the cause. They count as passed, and a note
+            names one that fails for no sample. By default, those that the operator's package lists.
         timeout: how many seconds one check of one sample may take.
         progress: called with what runs next.
     Returns:
@@ -294,8 +294,7 @@ def prepare(
     report = Report(
         name_of(op), str(op._schema), target, torch.__version__, shown, about, notes=notes, definition=definition(op)
     )
-    may_pass = list(backend.may_pass(name_of(op)))
-    return Checks(report, op, samples, reference, dict(known), may_pass, intended_gradient)
+    return Checks(report, op, samples, reference, dict(known), intended_gradient)
 
 
 def _home(op: Operator, sample_inputs: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from openreg_tools.core.blocks import Block, Box, Cell, Lines, Section, Table, T
 from openreg_tools.core.findings import Finding
 from openreg_tools.core.page import facts, legend
 
-DOCS = "docs/checker.md"
 ENDED = "the process ends in this check"
 # Each status with its mark in the table, and what it means.
 MARKS = {
@@ -44,11 +43,6 @@ class Result:
     sentence: str = ""  # which operator, the rule, what arrived; for a skip, why
     remedy: str = ""
     seconds: float = 0.0
-
-    @property
-    def docs(self) -> str:
-        """The documentation of the check."""
-        return f"{DOCS}#{self.check}"
 
 
 @dataclasses.dataclass
@@ -102,16 +96,14 @@ class Report(report.Report):
         """Each sample's number with each check."""
         return itertools.product(range(len(self.samples)), self.about)
 
-    def finish(self, known: Mapping[str, str], may_pass: Collection[str]) -> None:
-        """Mark what is known to fail, and what no longer fails; `may_pass` may do either."""
+    def finish(self, known: Mapping[str, str]) -> None:
+        """Mark what is known to fail, and note what does not fail, and what the device lacks."""
         for result in self.results:
             if result.check in known and result.status == "fail":
                 result.status, result.remedy = "known", known[result.check]
-        for name in known.keys() - set(may_pass):
+        for name, cause in known.items():
             if (row := self.row(name)) and not any(result.status == "known" for result in row):
-                for result in row:
-                    result.status, result.remedy = "fail", "take it off the list of known failures"
-                    result.sentence = f"{self.operator} was known to fail this check, but no longer does: {known[name]}"
+                self.notes.append(f"{name} was known to fail, but does not: {cause}")
         start = "the device lacks "
         lacks = (r.sentence for r in self.results if r.status == "skip" and r.sentence.startswith(start))
         if parts := dict.fromkeys(sentence.removeprefix(start) for sentence in lacks):
@@ -263,7 +255,7 @@ class Report(report.Report):
                 {"check": cause.result.check, "samples": cause.samples, "also": [also.check for also in cause.also]}
                 for cause in self.causes()
             ],
-            "results": [{**dataclasses.asdict(r), "docs": r.docs} for r in self.results],
+            "results": [dataclasses.asdict(r) for r in self.results],
         }
 
 

@@ -54,7 +54,6 @@ class Checks:
     samples: list[Sample]
     reference: Callable[..., Any] | None
     known: dict[str, str]
-    may_pass: list[str]  # of `known`
     intended_gradient: Callable[..., Any] | None = None
     trying: Callable[[str], None] = lambda inputs: None  # called with the inputs that a check tries
     _case: tuple[int, Case, str] | None = None  # the sample's number, and why the operator refuses it
@@ -132,7 +131,7 @@ def in_process(checks: Checks, seconds: float, progress: Callable[[str], None]) 
             progress(_where(report, i, name))
             rehearsed = _rehearsed(checks, i, name, seconds) if host and name in UNUSUAL else None
             report.results.append(rehearsed or checks.result(i, name))
-    report.finish(checks.known, checks.may_pass)
+    report.finish(checks.known)
     report.seconds = time.perf_counter() - began
     return report
 
@@ -164,7 +163,7 @@ def in_children(prepare: Callable[[], Checks], seconds: float, progress: Callabl
     """
     began = time.perf_counter()
     report: Report | None = None
-    listed: dict[str, Any] = {}  # what is known to fail
+    known: dict[str, str] = {}
     planned: list[tuple[int, str]] = []
     stopped: dict[int, str] = {}  # by sample: why its remaining checks are skipped
     ends, hangs = 0, 0
@@ -178,8 +177,7 @@ def in_children(prepare: Callable[[], Checks], seconds: float, progress: Callabl
                 traceback.print_exc()
             answer({"wrong": str(error) if said else all_lines(error)})
             return
-        told = {"known": checks.known, "may_pass": checks.may_pass}
-        answer({"ready": dataclasses.asdict(checks.report), **told})
+        answer({"ready": dataclasses.asdict(checks.report), "known": checks.known})
         torch.empty(0, device=checks.report.device)  # a device reserves its memory before there is a limit
         with child.at_most(), preserved(checks.report.device):
             checks.trying = lambda inputs: answer({"trying": inputs})
@@ -199,7 +197,7 @@ def in_children(prepare: Callable[[], Checks], seconds: float, progress: Callabl
                 if "wrong" in said:
                     raise ValueError(said["wrong"])
                 if "ready" in said and report is None:
-                    report, listed = Report(**said["ready"]), said
+                    report, known = Report(**said["ready"]), said["known"]
                     planned = _ordered(report)
                 if "at" in said:
                     at, trying, since = tuple(said["at"]), "", time.perf_counter()
@@ -223,7 +221,7 @@ def in_children(prepare: Callable[[], Checks], seconds: float, progress: Callabl
             if ends == ENDS or hangs == HANGS:
                 why = f"earlier checks {'did not end' if hung else 'ended the process'}, so this one was not run"
                 stopped = dict.fromkeys(range(len(report.samples)), why)
-    report.finish(listed.get("known", {}), listed.get("may_pass", []))
+    report.finish(known)
     report.seconds = time.perf_counter() - began
     return report
 

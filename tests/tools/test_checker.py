@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import collections
 import ctypes
 import functools
 import json
@@ -35,11 +34,10 @@ from openreg_ops.testing import Sample, check
 from openreg_tools.check import command as check_command
 from openreg_tools.check.case import Case
 from openreg_tools.check.checker import derived, operator
-from openreg_tools.check.checks import ANY_LAYOUT, CHECKS, SLOW, streams, unbacked
+from openreg_tools.check.checks import ANY_LAYOUT, CHECKS, SLOW, streams
 from openreg_tools.check.checks.derivatives import derivative
 from openreg_tools.check.report import Report, Result
 from openreg_tools.check.settings import preserved
-from openreg_tools.conformance import generate
 from openreg_tools.core.options import Wrong
 
 ROOT = Path(__file__).parents[2]
@@ -922,36 +920,22 @@ def test_reasons_to_skip(name, sample, reasons):
     assert {result.check: result.sentence for result in report.of("skip")} == expected
 
 
-@pytest.mark.parametrize(
-    "row, device, patched, value, reason",
-    [
-        ("devices", "openreg", "torch.openreg.device_count", 1, "there is one openreg device"),
-        ("autocast", "cpu", "torch.amp.is_autocast_available", False, "cpu has no autocast"),
-    ],
-)
-def test_what_a_device_lacks(monkeypatch, row, device, patched, value, reason):
-    monkeypatch.setattr(patched, lambda *_: value)
-    (result,) = check("aten::sin", [NUMBERS], device, only=[row]).results
-    assert (result.status, result.sentence) == ("skip", reason)
-
-
 def test_an_argument_of_a_c_class():
-    packed = torch.ops.quantized.linear_prepack_fp16(torch.rand(3, 6), torch.rand(3))
-    sample = Sample(torch.rand(4, 6), packed)
-    report = check("quantized::linear_dynamic_fp16", [sample], only=["compile", "compile_unbacked", "state"])
     of = "__torch__.torch.classes.quantized.LinearPackedParamsBase"
+    op = define(
+        f"takes_packed(Tensor x, {of}? weights=None, float scale=2.) -> Tensor",
+        lambda x, weights=None, scale=2.0: (x * scale).contiguous(),
+        lambda x, weights=None, scale=2.0: x.new_empty(x.shape),
+        backward=lambda ctx, g: (g * ctx.scale, None, None),
+        setup=lambda ctx, inputs, output: setattr(ctx, "scale", inputs[2]),
+    )
+    packed = torch.ops.quantized.linear_prepack_fp16(torch.rand(3, 6), torch.rand(3))
+    report = check(op, [Sample(torch.rand(4, 6), packed)], only=["fast", "compile", "compile_unbacked", "state"])
+    assert report.passed, str(report)
     sentence = f"PyTorch's compilers and tracers do not take every object of {of} as an argument"
-    assert {result.check: (result.status, result.sentence) for result in report.results} == {
-        "compile": ("limit", sentence),
-        "compile_unbacked": ("limit", sentence),
-        "state": ("skip", "its sample has an object with a state of its own"),
-    }
-
-
-def test_a_process_of_a_group_simulates_no_devices(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    (result,) = check("aten::sin", [NUMBERS], only=["dtensor"]).results
-    assert result.status == "skip" and "a process that is not in a process group" in result.sentence
+    found = {result.check: (result.status, result.sentence) for result in report.results}
+    assert found["compile"] == found["compile_unbacked"] == ("limit", sentence)
+    assert found["state"] == ("skip", "its sample has an object with a state of its own")
 
 
 @pytest.mark.parametrize("device", ["cpu", "openreg", "openreg:1"])
@@ -1124,7 +1108,7 @@ def test_a_refused_sample_is_said_once():
 
 
 def test_known_failures():
-    """They pass, with their cause, until they no longer fail; a backend lists some that may do either."""
+    """They pass, with their cause; a note names one that no longer fails."""
     op = define("known_wrong(Tensor x) -> Tensor", double)
 
     def results(**known):
@@ -1135,9 +1119,8 @@ def test_known_failures():
     assert report.passed and found["reference"] == ("known", "issue 7") and found["runs"][0] == "pass"
     assert "Cause: issue 7" in str(report)
     report, found = results(runs="issue 7", reference="issue 8")
-    assert found["runs"] == ("fail", "take it off the list of known failures") and found["reference"][0] == "known"
-    assert "was known to fail this check, but no longer does: issue 7" in report.failures[0].sentence
-    report.finish({"runs": "issue 7"}, may_pass=["runs"])
+    assert report.passed and found["runs"][0] == "pass" and found["reference"][0] == "known"
+    assert report.notes == ["runs was known to fail, but does not: issue 7"]
     with pytest.raises(ValueError, match="unknown check 'referenc'"):
         results(referenc="issue 7")
 
@@ -1297,22 +1280,6 @@ def test_a_case_has_no_derivative_by_default():
         assert (without.derivative.status, without.gradients, without.results().grads) == ("skip", [], [])
 
 
-def test_which_sizes_are_unbacked_together():
-    case = case_of(torch.ops.aten.addmm.default, torch.ones(5), torch.ones(4, 6), torch.ones(6, 5))
-    variants = dict(unbacked._variants(case))
-    alone = [
-        f"with an unbacked dimension {d} of {name}"
-        for name, d in (("self", 0), ("mat1", 0), ("mat1", 1), ("mat2", 0), ("mat2", 1))
-    ]
-    together = {5: {(0, 0), (2, 1)}, 6: {(1, 1), (2, 0)}}
-    every = "with every dimension unbacked"
-    assert [*variants] == [*alone, *(f"with an unbacked size instead of {size}" for size in together), every]
-    for size, dims in together.items():
-        symbols = variants[f"with an unbacked size instead of {size}"]
-        assert symbols.keys() == dims and len(set(symbols.values())) == 1
-    assert len(set(variants[every].values())) == len(variants[every]) == 5
-
-
 def test_made_up_samples():
     for name in ("mm", "addmm", "cat", "mul.Tensor", "_softmax", "conv2d"):
         assert derived(operator(f"aten::{name}"), "cpu", torch.float32)
@@ -1349,7 +1316,6 @@ def test_many_samples_fit_the_table():
 def test_json(report):
     data = json.loads(report.json())
     assert data["operator"] == "aten::mul.Tensor" and data["passed"] is False and len(data["results"]) == 8
-    assert {r["docs"] for r in data["results"]} == {f"docs/checker.md#{name}" for name in data["checks"]}
 
 
 def failing(*statuses):
@@ -1698,32 +1664,6 @@ def test_options_reach_the_checks(module, monkeypatch, words):
     report = checks.report
     report.results = [checks.result(i, name) for i, name in report.planned()]
     assert OPTIONS[words](report.dict()), report.dict()
-
-
-def test_options_reach_the_processes_of_generated_calls(module, monkeypatch):
-    """They import the modules that the operator and its samples are in, and have the seed, the samples and the limits."""
-    monkeypatch.syspath_prepend(module)
-    found = types.SimpleNamespace(
-        seconds=2.0, findings=[], passed=True, summary=lambda: "3 calls",
-        operators=[types.SimpleNamespace(reached=3, never="", notes=collections.Counter(memory=2))],
-    )  # fmt: skip
-    seen = []
-    monkeypatch.setattr(generate, "search", lambda *arguments: seen.append(arguments) or found)
-    parser = argparse.ArgumentParser()
-    check_command.add_arguments(parser)
-    words = ["my_module:my_op", "--samples=my_module:samples", "--import=json", "--generate=7", "--seed=5", "--quiet"]
-    for limit, expected in ((9, 9.0), (600, 60)):
-        asked = parser.parse_args([*words, f"--timeout={limit}"])
-        report = check_command.prepared(asked).report
-        check_command._generated(report, asked)
-        options, names = seen.pop()
-        assert vars(options) == {
-            "device": "cpu", "generate": 7, "seed": 5, "jobs": 1, "threads": 1, "timeout": expected, "quiet": True,
-            "modules": ["json", "my_module", "my_module"], "given": {"samples": "my_module:samples", "inputs": []},
-        }  # fmt: skip
-        assert names == ["mine::twice"]
-        assert [result.status for result in report.results] == ["pass"] and "generated" in report.about
-        assert report.notes == ["3 calls", "Allowed in 2 generated calls: memory"] and report.seconds == 2.0
 
 
 def test_fixture(openreg_check, good):

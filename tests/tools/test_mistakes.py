@@ -37,13 +37,3 @@ def test_operator(operator, device):
     sentences = [failure.sentence for failure in report.failures if failure.check in operator.found_by[:1]]
     says = operator.says if device == operator.devices[0] else ""
     assert re.search(mistakes.pattern(says), (*sentences, "")[0]), sentences
-
-
-@pytest.mark.parametrize("kind", sorted({operator.kind for operator in OPERATORS}))
-def test_a_kind_has_operators_of_different_shape(kind):
-    """Three to find, with a correct one, or three to accept."""
-    found, accepted = (
-        [operator for operator in OPERATORS if operator.kind == kind and bool(operator.found_by) == bad]
-        for bad in (True, False)
-    )
-    assert (len(found) >= 3 and accepted) or len(accepted) >= 3

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, get_ctx
 
-from mistakes import Example, right, without_gradient, wrong
+from mistakes import Example, define, right, without_gradient, wrong
 
 FINDS = ("fake_numbers", "compile")
 
@@ -70,6 +70,19 @@ def padding():
 
     op = without_gradient("padding(Tensor x, SymInt block) -> SymInt", kernel, kernel)
     return Example(op, [(torch.rand(4, 6), 8)])
+
+
+@right()
+def pads():
+    def kernel(x, size=4):
+        return (x + 1).contiguous(), -x.shape[-1] % size, x.sum(-1).contiguous()
+
+    def fake(x, size=4):
+        return x.new_empty(x.shape), -x.shape[-1] % size, torch.empty_like(x.sum(-1))
+
+    op = define("pads(Tensor x, SymInt size=4) -> (Tensor, SymInt, Tensor)", kernel, fake,
+                lambda ctx, g, _, h: (g + h.unsqueeze(-1), None), lambda ctx, inputs, output: None)  # fmt: skip
+    return Example(op, [(torch.rand(4, 6),), (torch.rand(2, 3), 8)])
 
 
 @right()
