@@ -14,7 +14,7 @@ import torch
 from openreg_tools import dispatch, manifest
 from openreg_tools.core.blocks import Block, Cell, Section, Table
 from openreg_tools.core.device import Target, add_device, load, target_of
-from openreg_tools.core.options import Wrong, regex, unknown
+from openreg_tools.core.options import Wrong, nothing_matches, regex, unknown
 from openreg_tools.core.report import Report, add_output, write
 from openreg_tools.dispatch import HAS
 
@@ -150,7 +150,7 @@ def operators(
     for name in sorted(set(namespaces) - known):
         raise Wrong(unknown("namespace", name, sorted(known), ""))
     if not matched:
-        raise Wrong(f"nothing matches --ops {pattern!r}")
+        raise Wrong(nothing_matches(pattern, dispatch.names()))
     return Operators(target, found)
 
 

@@ -239,9 +239,10 @@ def _generate(arguments: argparse.Namespace) -> int:
     if given := [name for name, default in defaults.items() if getattr(arguments, name[2:]) is not default]:
         raise Wrong(f"--generate makes calls instead of running the suites: leave out {' and '.join(given)}")
     arguments.seed = arguments.seed or 0
-    names = [name for name in generate.listed(arguments.device) if re.search(arguments.ops, name)]
+    listed = generate.listed(arguments.device)
+    names = [name for name in listed if re.search(arguments.ops, name)]
     if not names:
-        raise Wrong(f"nothing matches --ops {arguments.ops!r}")
+        raise Wrong(options.nothing_matches(arguments.ops, listed))
     return write(generate.search(arguments, names), arguments, verbose=arguments.verbose)
 
 
@@ -249,7 +250,13 @@ def _run(arguments: argparse.Namespace) -> int:
     pattern, dtypes = re.compile(arguments.ops), dtypes_of(arguments.suites, arguments.device)
     cases = [(name, d) for name, of in dtypes.items() if pattern.search(name) for d in of if d in arguments.dtypes]
     if not cases:
-        raise Wrong(f"nothing matches --ops {arguments.ops!r} with dtypes {', '.join(arguments.dtypes)}")
+        known = any(map(pattern.search, dtypes))
+        of = f" has one of the dtypes {', '.join(arguments.dtypes)}"
+        raise Wrong(
+            f"nothing that matches --ops {arguments.ops!r}{of}"
+            if known
+            else options.nothing_matches(arguments.ops, dtypes)
+        )
     path = arguments.out or Path("out") / f"conformance-{arguments.device.replace(':', '')}.jsonl"
     against = load(arguments.against, None) if arguments.against else None  # before it is written, if it is `path`
     header = fingerprint(arguments)

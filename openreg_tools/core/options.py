@@ -117,6 +117,13 @@ def _closest(name: str, names: list[str]) -> str:
     return ""
 
 
+def nothing_matches(pattern: str, names: Iterable[str]) -> str:
+    """The sentence for a regular expression that fits none of `names`: the name that was probably meant, if one is close."""
+    names = list(names)
+    close = difflib.get_close_matches(pattern, [*names, *(name.rpartition("::")[2] for name in names)], 1, 0.8)
+    return f"nothing matches --ops {pattern!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+
 # Words that are reserved in C++ but not in Python.
 _CPP_WORDS = """alignas alignof and_eq asm auto bitand bitor bool case catch char char8_t char16_t char32_t co_await
 co_return co_yield compl concept const const_cast consteval constexpr constinit decltype default delete do double
@@ -151,7 +158,8 @@ def named(text: str) -> Any:
             if close := difflib.get_close_matches(part, public, 1):
                 raise Wrong(f"{of} has no attribute {part!r}; did you mean {close[0]!r}?")
             operators = ", ".join(name for name, value in public.items() if _is_operator(value))
-            raise Wrong(f"{of} has no attribute {part!r}." + f" Operators in it: {operators}" * bool(operators))
+            remedy = f"operators in it: {operators}" if operators else "define it there, or name another"
+            raise Wrong(f"{of} has no attribute {part!r}; {remedy}")
         found = getattr(found, part)
     return found
 

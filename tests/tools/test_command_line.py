@@ -79,8 +79,8 @@ def test_words_that_the_parser_does_not_know(capsys, words, sentence):
         (["explain", "relo"], "unknown operator 'aten::relo'; did you mean 'aten::relu'? (if another library defines"),
         (["explain", "add.Tensr"], "unknown operator 'aten::add.Tensr'; available: aten::add.Scalar, aten::add.Scalar_out, "),
         (["check", "own_ops:scal"], "own_ops has no attribute 'scal'; did you mean 'scale'?"),
-        (["check", "own_ops:nosuch"], "own_ops has no attribute 'nosuch'. Operators in it: scale"),
-        (["check", "own_ops:scale.nosuch"], "own_ops:scale has no attribute 'nosuch'."),
+        (["check", "own_ops:nosuch"], "own_ops has no attribute 'nosuch'; operators in it: scale"),
+        (["check", "own_ops:scale.nosuch"], "own_ops:scale has no attribute 'nosuch'; define it there, or name another"),
         (["check"], "expected an operator before the options, such as my_ops:scale, or --explain CHECK"),
         (["check", "no_module:op"], "there is no module no_module in the current folder or on the path"),
         (["check", "own_ops:scale", "--only", "fake_layout"], "unknown check 'fake_layout'; did you mean 'fake_layouts'?"),
@@ -98,6 +98,7 @@ def test_words_that_the_parser_does_not_know(capsys, words, sentence):
         (["trace", "none.py"], "there is no file none.py"),
         (["operators", "--import", "missing"], "importing missing failed: ModuleNotFoundError: No module named 'missing'"),
         (["operators", "--ops", "nosuch"], "nothing matches --ops 'nosuch'"),
+        (["operators", "--ops", "custom_abz"], "nothing matches --ops 'custom_abz'; did you mean 'custom_abs'?"),
     ],
 )  # fmt: skip
 def test_requests_that_are_wrong(capsys, monkeypatch, folder, words, sentence):

@@ -54,6 +54,11 @@ def test_a_run_is_resumed_and_judged(tmp_path, capsys):
     "words, message",
     [
         (["--ops", "no such operator"], "nothing matches --ops 'no such operator'"),
+        (["--ops", "logdet", "--dtypes", "int64"], "nothing that matches --ops 'logdet' has one of the dtypes int64"),
+        (
+            ["--ops", "nn.functional.reluu"],
+            "nothing matches --ops 'nn.functional.reluu'; did you mean 'nn.functional.relu'?",
+        ),
         (["--ops", "no such operator", "--generate", "1"], "nothing matches --ops 'no such operator'"),
         (["--device", "maia"], "cannot use device 'maia'"),
         (["--device", "opnreg"], "unknown device 'opnreg'; available: cpu, meta, openreg"),
