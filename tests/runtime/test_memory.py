@@ -223,6 +223,32 @@ def test_statistics_tell_small_from_large():
     assert stat("allocated_bytes.*.peak") == stat("allocated_bytes.*.current")
 
 
+def test_statistics_agree_with_the_snapshot():
+    """While there are tensors, after they are freed, and after their memory is returned."""
+    gc.collect()
+    torch.openreg.synchronize(DEVICE)
+    torch.openreg.empty_cache()
+    tensors = [torch.empty(n, device=DEVICE) for n in [100] * 1000 + [1_000_000] * 5]
+
+    def agree():
+        stats, snapshot = torch.openreg.memory_stats(DEVICE), torch.openreg.memory_snapshot(device=DEVICE)
+        for kind in ("small", "large"):
+            segments = [segment for segment in snapshot if segment["segment_type"] == kind]
+            active = [b for s in segments for b in s["blocks"] if b["state"] == "active_allocated"]
+            assert stats[f"allocated_bytes.{kind}_pool.current"] == sum(block["size"] for block in active)
+            assert stats[f"allocation.{kind}_pool.current"] == len(active)
+            assert stats[f"reserved_bytes.{kind}_pool.current"] == sum(s["total_size"] for s in segments)
+            if kind == "small":  # neighbors of the large pool are one segment once they are free
+                assert stats["segment.small_pool.current"] == len(segments)
+        return stats["segment.small_pool.current"]
+
+    full = agree()
+    tensors.clear()
+    assert agree() == full > 5, "free memory is kept"
+    torch.openreg.empty_cache()
+    assert agree() <= full - 5
+
+
 def test_statistics_of_pinned_memory():
     torch.accelerator.synchronize()
     before = torch.openreg.host_memory_stats()
