@@ -4,6 +4,7 @@ Users need only `decompositions`. Importing this package loads neither Dynamo no
 the parts register themselves when PyTorch loads those.
 
     registration.py  which part registers itself when PyTorch loads which module
+    backend.py       torch.compile(backend="openreg")
     dynamo.py        what Dynamo asks a device: streams, events, current device
     operators.py     what becomes of custom operators
     codegen.py       what Inductor generates for the device: kernels that go through launch(), and the wrappers

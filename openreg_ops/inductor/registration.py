@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from openreg_ops import _C
-from openreg_ops.inductor import convolution, higher_order
+from openreg_ops.inductor import backend, convolution, higher_order
 from openreg_ops.torch_patches.import_hooks import after_import
 
 
@@ -33,6 +33,7 @@ def register() -> None:
     higher_order.register_autocast()
     convolution.register()
     for name, call in (
+        ("torch._dynamo.backends.registry", backend.register),
         ("torch._dynamo.device_interface", _register_interface),
         ("torch._dynamo.variables.ctx_manager", _register_context_manager),
         ("torch._prims.rng_prims", higher_order.register_random_state),

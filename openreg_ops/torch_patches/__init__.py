@@ -2,6 +2,7 @@
 
 autocast.py          autocast without a device's name
 backward.py          the thread that runs backward
+checkpoint.py        which device's random numbers activation checkpointing restores
 cuda_profiler.py     the profiler's activity CUDA, under the name cuda
 cuda_storage.py      storages, under the name cuda
 cuda_tools.py        Triton, nvcc and cuDNN, under the name cuda
@@ -17,6 +18,7 @@ from openreg_ops.identity import identity
 from openreg_ops.torch_patches import (
     autocast,
     backward,
+    checkpoint,
     cuda_profiler,
     cuda_storage,
     cuda_tools,
@@ -36,6 +38,7 @@ def register() -> None:
         cuda_tools.register()
     else:  # PyTorch's lists have cuda
         autocast.register()
+        checkpoint.register()
         dlpack.register()
     backward.register()
     multiprocessing.register()

@@ -218,6 +218,33 @@ def test_checkpoint(use_reentrant, preserve):
     assert torch.openreg.get_rng_state(1).equal(state) == preserve
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("other", ["meta", "cpu", "openreg:0"])
+@pytest.mark.parametrize("place", ["first", "last", "in a list", "in a dict"])
+@pytest.mark.parametrize("mode", ["inline", "async"])
+@pytest.mark.filterwarnings("ignore:Tensor arguments, excluding CPU tensors:UserWarning")
+def test_checkpoint_with_arguments_on_other_devices(mode, place, other, use_reentrant):
+    x, extra = torch.ones(256, device="openreg:1", requires_grad=True), torch.ones(1, device=other)
+    arguments = {"first": (extra, x), "last": (x, extra), "in a list": ([extra], x), "in a dict": ({"a": [extra]}, x)}
+
+    def run(*arguments):
+        (x,) = [argument for argument in arguments if isinstance(argument, torch.Tensor) and argument.numel() == 256]
+        return F.dropout(x, 0.5)
+
+    with torch.openreg.launch_mode(mode):
+        out = torch.utils.checkpoint.checkpoint(run, *arguments[place], use_reentrant=use_reentrant)
+        torch.rand(5, device="openreg:1")
+        out.sum().backward()
+        assert x.grad.equal(out.detach())
+
+
+def test_checkpoint_without_a_tensor_of_the_device():
+    """PyTorch's choice stays."""
+    infer = torch.utils.checkpoint._infer_device_type
+    assert infer(torch.ones(1, device="meta"), 3) == "meta"
+    assert infer(torch.ones(1), [None]) == infer() == "openreg"  # the accelerator
+
+
 BAD_STATES = {
     "of the device": (lambda state: state.to("openreg"), TypeError, "RNG state must be a torch.ByteTensor"),
     "meta": (lambda state: state.to("meta"), TypeError, "RNG state must be a torch.ByteTensor"),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from processes import python
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.compiles
@@ -30,11 +29,8 @@ def test_the_device_is_registered_when_dynamo_was_imported_first():
 
 @pytest.mark.slow
 def test_the_device_is_registered_after_a_search_and_an_interrupted_import():
-    """The import of openreg_ops loads no compiler."""
     code = (
         "import builtins, importlib.util, sys, torch, openreg_ops\n"
-        "x = torch.ones(3, device='openreg', requires_grad=True); x.sin().sum().backward()\n"
-        "assert not {'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules)\n"
         "importlib.util.find_spec('torch._inductor.compile_fx')\n"
         "original, module = builtins.__import__, 'torch._inductor.compile_fx'\n"
         "def interrupted(name, *args, **kwargs):\n"
@@ -171,25 +167,6 @@ def test_autocast(backend):
     assert graph(x).dtype == torch.float32
     with torch.autocast("openreg", dtype=torch.float16):
         assert graph(x).dtype == torch.float16
-
-
-@pytest.mark.slow
-def test_graphs_are_counted_and_breaks_go_on():
-    """A graph on the CPU, between two on the device. Between graphs, Python sees what the first computed."""
-    counter, seen = CompileCounterWithBackend("inductor"), []
-
-    @torch.compile(backend=counter)
-    def program(x):
-        host = (x + 1).cpu()
-        torch._dynamo.graph_break()
-        seen.append(host.tolist())
-        host = host * 2
-        torch._dynamo.graph_break()
-        return host.to("openreg") - 1
-
-    x = torch.randn(4, device="openreg")
-    assert_close(program(x), (x + 1) * 2 - 1)
-    assert counter.frame_count == 3 and seen == [(x + 1).tolist()]
 
 
 @pytest.mark.slow
