@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import ctypes
 import functools
 import json
@@ -38,6 +39,7 @@ from openreg_tools.check.checks import ANY_LAYOUT, CHECKS, SLOW, streams
 from openreg_tools.check.checks.derivatives import derivative
 from openreg_tools.check.report import Report, Result
 from openreg_tools.check.settings import preserved
+from openreg_tools.conformance import generate
 from openreg_tools.core.options import Wrong
 
 ROOT = Path(__file__).parents[2]
@@ -1664,6 +1666,32 @@ def test_options_reach_the_checks(module, monkeypatch, words):
     report = checks.report
     report.results = [checks.result(i, name) for i, name in report.planned()]
     assert OPTIONS[words](report.dict()), report.dict()
+
+
+def test_options_reach_the_processes_of_generated_calls(module, monkeypatch):
+    """They import the modules that the operator and its samples are in, and have the seed, the samples and the limits."""
+    monkeypatch.syspath_prepend(module)
+    found = types.SimpleNamespace(
+        seconds=2.0, findings=[], passed=True, summary=lambda: "3 calls",
+        operators=[types.SimpleNamespace(reached=3, never="", notes=collections.Counter(memory=2))],
+    )  # fmt: skip
+    seen = []
+    monkeypatch.setattr(generate, "search", lambda *arguments: seen.append(arguments) or found)
+    parser = argparse.ArgumentParser()
+    check_command.add_arguments(parser)
+    words = ["my_module:my_op", "--samples=my_module:samples", "--import=json", "--generate=7", "--seed=5", "--quiet"]
+    for limit, expected in ((9, 9.0), (600, 60)):
+        asked = parser.parse_args([*words, f"--timeout={limit}"])
+        report = check_command.prepared(asked).report
+        check_command._generated(report, asked)
+        options, names = seen.pop()
+        assert vars(options) == {
+            "device": "cpu", "generate": 7, "seed": 5, "jobs": 1, "threads": 1, "timeout": expected, "quiet": True,
+            "modules": ["json", "my_module", "my_module"], "given": {"samples": "my_module:samples", "inputs": []},
+        }  # fmt: skip
+        assert names == ["mine::twice"]
+        assert [result.status for result in report.results] == ["pass"] and "generated" in report.about
+        assert report.notes == ["3 calls", "Allowed in 2 generated calls: memory"] and report.seconds == 2.0
 
 
 def test_fixture(openreg_check, good):

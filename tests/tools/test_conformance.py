@@ -222,13 +222,88 @@ def test_a_device_with_other_random_numbers(monkeypatch):
     assert not report.failures and report.ran["forward"]
 
 
-@pytest.mark.parametrize("words, seed", [([], 0), (["--seed", "5"], 5)], ids=str)
-def test_the_seed_of_generated_calls(monkeypatch, words, seed):
+# ---- what a worker is asked ----
+
+
+class Asked:
+    """In place of the parent of a worker process."""
+
+    def __init__(self, *requests):
+        self.requests, self.answers = requests, []
+
+    def serve(self, work):
+        for request in self.requests:
+            work(request, self.answers.append)
+
+
+def test_options_reach_the_case(monkeypatch):
+    """The worker checks the case that it is asked for, with the samples and checks of the command."""
     seen = {}
-    monkeypatch.setattr(generate, "search", lambda given, names: seen.update(names=names, seed=given.seed))
-    monkeypatch.setattr(conformance, "write", lambda *_, **__: 0)
-    assert conformance.main(command(*words, "--generate", "7", "--ops", "^aten::neg$")) == 0
-    assert seen == {"names": ["aten::neg"], "seed": seed}
+
+    def check(*arguments):
+        seen.update(zip(("name", "dtype", "device", "samples", "checks"), arguments, strict=False))
+        arguments[-1]("forward, sample 0")
+        return outcomes.Tally()
+
+    class Answers(Worker):
+        def ask(self, request, steps=False):
+            parent = Asked(request)
+            monkeypatch.setattr(child, "parent", lambda: parent)
+            conformance.serve("openreg:1")
+            assert parent.answers[0] == {"at": "forward, sample 0"} and not steps
+            return parent.answers[1]
+
+    monkeypatch.setattr(conformance, "check", check)
+    record = conformance.run_case(Answers(command("--samples", "5", "--checks", "forward", "grad")), "neg", "int64")
+    assert seen == {"name": "neg", "dtype": "int64", "device": "openreg:1", "samples": 5, "checks": ("forward", "grad")}
+    assert record["operator"] == "neg" and record["dtype"] == "int64" and record["failures"] == []
+
+
+def test_options_reach_the_process(monkeypatch):
+    """It is started with the device, the threads, the packages of the devices, and the modules of --import once."""
+    started = []
+
+    class Started(Exception):
+        pass
+
+    def popen(command, **options):
+        started.extend(command)
+        raise Started
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    words = "--device openreg:1 --threads 3 --import mine --import openreg_ops --import yours".split()
+    with pytest.raises(Started):
+        Worker(command(*words)).start()
+    assert started[1:4] == ["-P", "-m", "openreg_tools"]
+    parser = argparse.ArgumentParser()
+    conformance.add_arguments(parser)
+    got = parser.parse_args(started[5:])
+    assert got.worker and (got.device, got.threads) == ("openreg:1", 3)
+    assert got.modules == ["openreg_ops", "mine", "yours"]
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(child, "parent", lambda: Asked({"load": []}))
+    got.modules = []
+    assert conformance.main(got) == 0 and threads == [3]
+
+
+@pytest.mark.parametrize("words, seed", [([], 0), (["--seed", "0"], 0), (["--seed", "5"], 5)], ids=str)
+def test_options_reach_the_generated_calls(monkeypatch, words, seed):
+    seen = {}
+    monkeypatch.setattr(generate, "listed", lambda device: ["aten::abs", "aten::neg", "aten::neg_"])
+    monkeypatch.setattr(generate, "search", lambda given, names: seen.update(vars(given), names=names))
+    monkeypatch.setattr(conformance, "write", lambda report, given, verbose: int(verbose))
+    words = [*words, "--generate", "7", "--ops", "neg", "--timeout", "9", "--threads", "3", "--verbose"]
+    assert conformance.main(command(*words)) == 1
+    expected = {
+        "generate": 7,
+        "seed": seed,
+        "names": ["aten::neg", "aten::neg_"],
+        "timeout": 9,
+        "threads": 3,
+        "jobs": 1,
+    }
+    assert {name: seen[name] for name in expected} == expected and seen["device"].startswith("openreg")
 
 
 @pytest.mark.parametrize("steps, ends", [(True, None), (False, "timeout")])

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from openreg_tools.check.case import FAKE, Case, Function, Results, Verdict, skip
 from openreg_tools.check.checks.common import (
+    is_symbolic,
     layouts_of,
     needs_literals,
     needs_order,
@@ -287,7 +289,7 @@ class _Symbolic:
             [size.node.expr if isinstance(size, torch.SymInt) else None for size in fake.shape] for fake in self.fakes
         ]
 
-    def fixed(self) -> Iterator[str]:
+    def fixed(self) -> Iterator[tuple[str, int]]:
         """The dimensions whose symbols became numbers, although the operator accepts other sizes."""
         case = self.case
         for name, x, symbols in zip(case.names, case.leaves, self.symbols, strict=True):
@@ -299,7 +301,22 @@ class _Symbolic:
                 with contextlib.suppress(Exception):
                     other = of_sizes(case.fresh(), {x.shape[d]: x.shape[d] + 1})
                     if len(case.results(other).outs) == len(case.expected):
-                        yield f"dimension {d} of {name} to {found}"
+                        yield f"dimension {d} of {name} to {found}", int(found)
+
+
+class _Ints(TorchDispatchMode):
+    """Collects the numbers that operators of other libraries than PyTorch take as an int."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by: dict[int, str] = {}  # the operator that takes the number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            is_int = str(argument.type) in ("int", "List[int]") and not is_symbolic(func, argument.name)
+            if func.namespace not in ("aten", "prim", "prims") and is_int:
+                self.by.update(dict.fromkeys([value] if isinstance(value, int) else value, func.name()))
+        return func(*args, **(kwargs or {}))
 
 
 def fake_dynamic(case: Case) -> str | None:
@@ -317,7 +334,7 @@ def fake_dynamic(case: Case) -> str | None:
                 f"with dynamic sizes the fake kernel says that output {i} has shape {sizes} instead of {list(real.shape)}",
                 "compute output shapes from x.shape alone",
             )
-    for what in symbolic.fixed():
+    for what, _ in symbolic.fixed():
         case.fail(
             f"the fake kernel fixes {what}, and the kernel takes other sizes; every new size compiles again, and export with "
             "a dynamic dimension fails",
@@ -326,16 +343,20 @@ def fake_dynamic(case: Case) -> str | None:
         )
     if not case.has_derivative:
         return None
+    taken = _Ints()
     try:
-        with faking(symbolic.mode):
+        with faking(symbolic.mode), taken:
             case.gradients_of(symbolic.fakes)
     except Exception:
         return "without its backward"  # compile runs it
-    for what in symbolic.fixed():
+    for what, size in symbolic.fixed():
+        again = f"its backward fixes {what}, although it takes other sizes; every new size compiles again"
+        if size in taken.by:
+            case.fail(
+                f"{again}: {taken.by[size]} takes the size as an int", "write SymInt in its schema instead of int"
+            )
         case.warn(
-            f"its backward fixes {what}, although it takes other sizes; every new size compiles again",
-            "in setup_context and backward, use sizes as they are: no int(), no Python loop over a size, and SymInt in the "
-            "schema of an operator that takes a size (the check int_sizes of that operator)",
+            again, "in setup_context and backward, use sizes as they are: no int(), and no Python loop over a size"
         )
     return "with its backward"
 

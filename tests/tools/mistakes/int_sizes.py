@@ -46,6 +46,38 @@ def scatters():
     return Example(op, [(torch.rand(4, 6), torch.tensor([0, 2, 2, 1]), 6)])
 
 
+def widened_by(size):
+    """Sums of rows, and an operator for its backward that takes a size of this type."""
+    name = "widened" if size == "SymInt" else "widened_int"
+    wide = without_gradient(f"{name}_backward(Tensor g, {size} n) -> Tensor",
+                            lambda g, n: g.unsqueeze(-1).expand(*g.shape, n).contiguous(),
+                            lambda g, n: g.new_empty(*g.shape, n))  # fmt: skip
+
+    def kernel(x):
+        torch._check(x.dim() > 0, lambda: f"{name}: x has no dimension")
+        return x.sum(-1).contiguous()
+
+    def fake(x):
+        torch._check(x.dim() > 0, lambda: f"{name}: x has no dimension")
+        return x.new_empty(x.shape[:-1])
+
+    return define(f"{name}(Tensor x) -> Tensor", kernel, fake, lambda ctx, g: wide(g, ctx.n),
+                  lambda ctx, inputs, output: setattr(ctx, "n", inputs[0].shape[-1]))  # fmt: skip
+
+
+@wrong(
+    "fake_dynamic",
+    says="although it takes other sizes; every new size compiles again: mistakes::widened_int_backward takes the size as an int",
+)
+def backward_takes_width():
+    return Example(widened_by("int"), [(torch.rand(4, 6),)])
+
+
+@right()
+def backward_takes_symbolic_width():
+    return Example(widened_by("SymInt"), [(torch.rand(4, 6),)])
+
+
 @right()
 def takes_symbolic_rows():
     op = without_gradient("takes_symbolic_rows(Tensor x, SymInt n) -> Tensor", rows, new_rows)
