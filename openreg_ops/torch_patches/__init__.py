@@ -3,6 +3,7 @@
 autocast.py          autocast without a device's name
 backward.py          the thread that runs backward
 checkpoint.py        which device's random numbers activation checkpointing restores
+chunked_loss.py      linear_cross_entropy in chunks
 cuda_profiler.py     the profiler's activity CUDA, under the name cuda
 cuda_storage.py      storages, under the name cuda
 cuda_tools.py        Triton, nvcc and cuDNN, under the name cuda
@@ -19,6 +20,7 @@ from openreg_ops.torch_patches import (
     autocast,
     backward,
     checkpoint,
+    chunked_loss,
     cuda_profiler,
     cuda_storage,
     cuda_tools,
@@ -38,6 +40,7 @@ def register() -> None:
         cuda_tools.register()
     else:  # PyTorch's lists have cuda
         autocast.register()
+        chunked_loss.register()
         checkpoint.register()
         dlpack.register()
     backward.register()
