@@ -1,8 +1,7 @@
 """What the sanitizer records about graphs, and the mistakes it finds at a replay or when a result is read.
 
-The race detector's dispatch mode (operators.py) passes captured operators to this module; they do not run. A replay
-performs the accesses of its nodes on the stream it is launched on. docs/graphs.md lists the mistakes and what cannot be
-seen.
+The race detector (history.py) passes captured operators to this module; they do not run. A replay performs the accesses of
+its nodes on the stream it is launched on. docs/graphs.md lists the mistakes and what cannot be seen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Differences between results of generated calls that say nothing about the device: rounding, overflow, memory."""
+"""Differences between results of generated calls that say nothing about the device: overflow, memory, and roundings that
+are larger than `outcomes.Comparison` accepts."""
 
 from __future__ import annotations
 

@@ -96,9 +96,9 @@ def serve(device: str) -> None:
                     "failures": [vars(failure) for failure in tally.failures], "notes": tally.notes,
                     "seconds": round(time.perf_counter() - start, 3),
                 })  # fmt: skip
-            case _:
-                key = json.dumps(request["given"])
-                calls[key] = calls.get(key) or generated_calls.Calls(device, request["given"], answer)
+            case {"given": given}:  # generated calls of an operator
+                key = json.dumps(given)
+                calls[key] = calls.get(key) or generated_calls.Calls(device, given, answer)
                 answer(calls[key].answer_to(request))
 
     child.parent().serve(work)

@@ -41,7 +41,7 @@ class Session:
         self.names: list[str] = config.getini("device_names")
         self.types = {device.type for device in self.devices} - {"cpu"}
         told = {kind for device in self.types for kind in backends.of_device(device).sees}
-        self.seen = set(KINDS) - (_OF_THE_DEVICE - told) if self.types else {"cuda"}
+        self.detectable = set(KINDS) - (_OF_THE_DEVICE - told) if self.types else {"cuda"}
         self.forbidden = self._kinds("--device-forbid", option.device_forbid)
         self.kinds = self._kinds("--device-misuse", option.device_misuse) | self.forbidden
         self.misuses = Misuses()
@@ -61,11 +61,11 @@ class Session:
             raise pytest.UsageError(
                 f"{option}: no kind {', '.join(sorted(unknown))}; there are all, {', '.join(KINDS)}"
             )
-        if unseen := asked - self.seen - {"all"}:
+        if unseen := asked - self.detectable - {"all"}:
             raise pytest.UsageError(
-                f"{option}: {_listed(unseen)} cannot be detected on {self.shown}, which has {_listed(self.seen)}"
+                f"{option}: {_listed(unseen)} cannot be detected on {self.shown}, which has {_listed(self.detectable)}"
             )
-        return self.seen if "all" in asked else asked
+        return self.detectable if "all" in asked else asked
 
     def pytest_report_header(self) -> str:
         return f"device: {self.shown}" + f"; watched for: {_listed(self.kinds)}" * bool(self.kinds)

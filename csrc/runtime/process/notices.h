@@ -11,7 +11,7 @@
 
 namespace openreg {
 
-// What a notice reports of its object and its stream. races.py has a method for each, such as event_recorded().
+// What a notice reports of its object and its stream. history.py has a method for each, such as event_recorded().
 enum class NoticeKind : std::uint8_t {
   kAllocated, // memory was allocated on the stream
   kFreed, // memory was freed

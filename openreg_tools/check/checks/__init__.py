@@ -1,4 +1,4 @@
-"""The checks: one function each, with a section in docs/checker.md.
+"""The checks: one function each. CONTRIBUTING.md lists what a new one needs.
 
 A check passes by returning, with or without a note, and ends in any other way through `Case.fail`, `Case.warn`, refuse(),
 limit() or skip(). The report shows the first line of its docstring.
