@@ -204,6 +204,15 @@ def on_cpu(func, *args, **kwargs):
     return found.to(DEVICE)
 
 
+def stored(x):
+    """What a kernel sees that ignores the conjugate bit."""
+    return torch._conj(x) if x.is_conj() else x
+
+
+def unconjugated(func, *args):
+    return func(*map(stored, args))
+
+
 def seedless(func, *args, **kwargs):
     """Ignores the generator."""
     kwargs.pop("generator", None)
@@ -229,6 +238,8 @@ FAULTS = [
     (4, "writes", r"aten\.cumsum_\..*", nothing, "the tensor that cumsum_ writes"),
     (4, "writes", r"aten\.index_put_\..*", nothing, "the tensor that index_put_ writes"),
     (4, "views", r"aten\.cumsum_\..*", lambda func, x, *a: x.copy_(x.cumsum(*a) + 1), "every second row"),
+    (4, "conjugates", r"aten\.mm\..*", unconjugated, "mm with a conjugate view (first) differs from the CPU"),
+    (4, "conjugates", r"aten\.bmm\..*", lambda func, a, b: func(a, stored(b)), "bmm with a conjugate view (second)"),
     (4, "lists", r"aten\._foreach_mul\..*", more, "_foreach_mul"),
     (4, "lists", r"aten\.linalg_qr\..*", lambda func, *a, **k: (func(*a, **k)[0], more(func, *a, **k)[1]), "qr"),
     (4, "mixed", r"aten\.mul\..*", on_cpu, "mul of a device tensor and a host tensor raises no error"),

@@ -75,6 +75,26 @@ def views(device: str) -> None:
     equal(x[:2], torch.arange(2.0), "the part of a tensor that was not written")
 
 
+@check("csrc/kernels.cpp", "Extending dispatcher: Register kernels for the new backend",
+       "call resolve_conj() in the kernel: PyTorch leaves conjugate views to the kernels of products", _KEY)  # fmt: skip
+def conjugates(device: str) -> None:
+    """Products of conjugate views give the CPU's values."""
+    torch.manual_seed(0)
+    z, batch, vector = (torch.randn(shape, dtype=torch.complex64) for shape in ((4, 4), (2, 4, 4), (4,)))
+    for name, call in {
+        "mm": torch.mm, "addmm": lambda a, b: torch.addmm(z.to(a.device), a, b), "bmm": torch.bmm,
+        "baddbmm": lambda a, b: torch.baddbmm(batch.to(a.device), a, b), "dot": torch.dot, "vdot": torch.vdot, "mv": torch.mv,
+    }.items():  # fmt: skip
+        a = batch if "bmm" in name else vector if "dot" in name else z
+        b = vector if name == "mv" else a
+        for which, change in {
+            "first": lambda a, b: (a.conj(), b), "second": lambda a, b: (a, b.conj()), "adjoint": lambda a, b: (a.mH, b),
+        }.items():  # fmt: skip
+            if a.dim() > 1 or which != "adjoint":
+                found, expected = (call(*change(a.to(where), b.to(where))) for where in (device, "cpu"))
+                equal(found, expected, f"{name} with a conjugate view ({which})")
+
+
 @check(
     "csrc/fallback.cpp", _FALLBACK, "take the lists of tensors in the arguments and results through the fallback", _KEY
 )
