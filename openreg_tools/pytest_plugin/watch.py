@@ -210,16 +210,22 @@ class Watch:
     # ---- kinds of misuse ----
 
     def _raced(self, errors: list[Any]) -> None:
+        """Accesses of one operator or of the host that came too early: each mistake counts once."""
+        found = set()
         for error in errors:
             now, then = error.current_access, error.previous_access
             name = str(then.operator).partition("(")[0]
             if now.stream is None and now.type.name == "WRITE":
-                self.tell("pinned", f"written while {name} may read it")
+                found.add(("pinned", f"written while {name} may read it"))
             else:
-                reader = "the host" if now.stream is None else f"stream {now.stream[1]}"
+                # Streams are taken by turns, so the number of a side stream says nothing.
+                stream = "a side stream" if now.stream and now.stream[1] else "the default stream"
+                reader = "the host" if now.stream is None else stream
                 freed = getattr(then, "freed", None)
                 did = f"did not wait for {name}" if freed is None else f"reuses memory freed before {name} ran"
-                self.tell("race", f"{reader} {did}")
+                found.add(("race", f"{reader} {did}"))
+        for kind, what in sorted(found):
+            self.tell(kind, what)
 
     def _copied(self, source: torch.Tensor, to: torch.device, non_blocking: bool, pinned: bool) -> None:
         if not non_blocking:
