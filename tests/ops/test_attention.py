@@ -343,3 +343,19 @@ def test_rejects():
         logsumexp,
         match="but got none; pass bias",
     )
+
+
+@pytest.mark.parametrize(
+    "shape, queries, keys", [((1, 1, 64, 1), 64, 3000), ((1, 1, 1, 300), 3000, 300), ((1, 1, 1, 1), 700, 900)]
+)
+def test_the_gradient_of_a_shared_bias_does_not_depend_on_threads(shape, queries, keys):
+    """To the bit: one thread computes each element, from all blocks of scores that share it."""
+    tensors = [random(1, 1, n, 8).requires_grad_() for n in (queries, keys, keys)]
+    bias = random(*shape).requires_grad_()
+
+    def gradient():
+        out, _ = OP(*tensors, bias)
+        return torch.autograd.grad(out.square().sum(), bias)[0].cpu()
+
+    first, *others = kit.with_threads(gradient, (1, 3, 7))
+    assert all(other.equal(first) for other in others)
