@@ -112,7 +112,7 @@ def test_not_built_is_one_problem_with_the_remedy(not_built):
 def test_without_torch(not_built):
     (not_built / "openreg_ops/_build.py").write_text('VERSION, TORCH_VERSION = "9.9", "2.0.0"\n')
     # As in an environment without it: what Python finds is the standard library alone.
-    result = run_in(not_built, "-S", "-m", "openreg_tools", "info", "--json", "-")
+    result = run_in(not_built, "-S", "-m", "openreg_tools", "info", "--import", "openreg_ops", "--json", "-")
     assert result.returncode == 1 and not result.stderr
     problems = {problem["problem"]: problem["remedy"] for problem in json.loads(result.stdout)["problems"]}
     assert problems["torch is not installed"] == "pip install torch"
