@@ -157,6 +157,15 @@ def test_the_page_lists_the_options_of_the_run_in_words():
     assert "checks: forward out" in page and "['" not in page and "&#x27;" not in page and "None" not in page
 
 
+def test_a_row_for_each_operator_and_a_mark_for_each_dtype():
+    """Only operators in which something failed; no mark for a dtype that did not run."""
+    failed = [("forward", "value")]
+    records = [record(failed), record(failed, "abs"), record([], "abs", "int64"), record([], "sgn")]
+    lines = [line.split() for line in results(*records).text().splitlines()]
+    rows = lines[lines.index(["operator", "f32", "i64"]) :]
+    assert rows[1:3] == [["abs", "F", "."], ["neg", "F"]] and ["sgn", "."] not in lines
+
+
 def test_graphs_are_counted(tmp_path, capsys):
     """Reports what is captured in every dtype, and why the rest is not, except shapes that depend on values."""
     words = ["--ops", "^(neg|item|nonzero|narrow|linspace.tensor_overload)$", "--dtypes", "float32", "int64"]

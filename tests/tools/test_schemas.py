@@ -19,6 +19,7 @@ from openreg_tools.conformance.worker import Worker
 from openreg_tools.core import attempts, from_schema, opinfo
 from openreg_tools.core.known_arguments import SAMPLES
 from openreg_tools.core.move import Move
+from openreg_tools.core.samples import Sample
 
 pytestmark = pytest.mark.conformance
 
@@ -110,6 +111,51 @@ def test_equal_numbers_give_equal_arguments():
     damaged = [repr(from_schema.garbage("aten::addmm", first, k)) for k in range(40)]
     assert damaged == [repr(from_schema.garbage("aten::addmm", first, k)) for k in range(40)]
     assert len(set(damaged)) > 20
+
+
+# A type, an argument, and values of the type that an operator may not expect.
+DAMAGE = {
+    "int": (5, {"-1", "0", "1", "99", "2147483648", "-9223372036854775808", "9223372036854775807", "None"}),
+    "SymInt": (5, {"-1", "0", "9223372036854775807"}),
+    "int?": (5, {"-2", "1000", "None"}),
+    "int[]": ([5, 5], {"[]", "[5]", "[5, 5, 5]", "[99, 5]", "[5, -1]", "None"}),
+    "int[2]": ([5, 5], {"[]", "[5]", "[5, 5, 5]", "[99, 5]", "[5, -1]"}),
+    "float": (5.0, {"nan", "inf", "-inf", "-1.0", "0.0", "5e-324", "1e+308"}),
+    "float[]": ([5.0], {"[]", "[nan]", "[5.0, 5.0]"}),
+    "Scalar": (5, {"nan", "inf", "1j", "True", "-1", "1e+308", "-9223372036854775808"}),
+    "bool": (True, {"False", "None"}),
+    "bool[2]": ([True, True], {"[]", "[True]", "[False, True]", "[True, False]"}),
+    "str": ("good", {"''", "'garbage'", repr("\0")}),
+    "ScalarType": (torch.float64, {"99", "-1", "torch.bool", "torch.qint8", "torch.complex64"}),
+    "Layout": (torch.strided, {"99", "-1", "torch.sparse_coo", "torch.sparse_csr"}),
+    "MemoryFormat": (torch.contiguous_format, {"99", "-1", "torch.channels_last", "torch.preserve_format"}),
+    "Device": (torch.device("openreg"), {"device(type='cpu')", "device(type='meta')"}),
+}
+
+
+def test_arguments_of_every_type_are_damaged():
+    library = torch.library.Library("damaged", "FRAGMENT")
+    library.define(f"types({', '.join(f'{type_} a{i}' for i, type_ in enumerate(DAMAGE))}) -> ()")
+    good = Sample(*(value for value, _ in DAMAGE.values()))
+    seen = {type_: set() for type_ in DAMAGE}
+    for k in range(3000):
+        changes = 0
+        damaged = from_schema.garbage("damaged::types", good, k)
+        for type_, was, value in zip(DAMAGE, good.args, damaged.args, strict=True):
+            seen[type_] |= {repr(value)} - {repr(was)}
+            changes += value is not was
+        assert changes <= 3
+    assert {type_: missing for type_, (_, bad) in DAMAGE.items() if (missing := bad - seen[type_])} == {}
+
+
+@pytest.mark.parametrize("name, outs", [("aten::add.out", ["out"]), ("aten::max.dim_max", ["max", "max_values"])])
+def test_out_tensors_have_the_dtype_of_the_inputs_or_another(name, outs):
+    made = [from_schema.call(name, k) for k in range(150)]
+    for out in outs:
+        dtypes = [(call.args[0].dtype, call.kwargs[out].dtype) for call in made]
+        assert {torch.float64, torch.int64, torch.bfloat16} <= {dtype for _, dtype in dtypes}
+        same = sum(dtype == given for given, dtype in dtypes if given != torch.float32)
+        assert 0.2 < same / sum(given != torch.float32 for given, _ in dtypes) < 0.9
 
 
 def test_arguments_recorded_from_opinfo():
