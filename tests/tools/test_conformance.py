@@ -111,10 +111,11 @@ def test_a_worker_that_hangs_or_dies_costs_one_case():
     worker = Worker(command("--timeout", "60"))
     try:
         assert conformance.run_case(worker, "neg", "float32")["failures"] == []
-        os.kill(worker.child.process.pid, signal.SIGSTOP)
+        hung = worker.child.process
+        os.kill(hung.pid, signal.SIGSTOP)
         worker.arguments.timeout = 0.5
         (failure,) = conformance.run_case(worker, "neg", "float32")["failures"]
-        assert failure["kind"] == "timeout"
+        assert failure["kind"] == "timeout" and hung.poll() == -signal.SIGKILL, "a hung worker is ended"
 
         worker.start()
         worker.arguments.timeout = 60
