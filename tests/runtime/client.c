@@ -1,4 +1,5 @@
 /* The device from C, with neither PyTorch nor Python: every function of openreg/c_api.h. */
+#include <malloc.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -273,6 +274,12 @@ int main(void) {
   device->destroy_event(start);
   device->destroy_event(end);
   device->destroy_event(NULL);
+  const struct mallinfo2 before = mallinfo2();
+  for (int i = 0; i < 1000; ++i) {
+    OK(device->create_event(0, 1, &start));
+    device->destroy_event(start);
+  }
+  EXPECT(mallinfo2().uordblks < before.uordblks + 1000); /* less than a byte for each event */
 
   /* faults */
   int32_t number;
