@@ -4,7 +4,7 @@ It draws statements, each equally likely wherever it stands, and makes one chang
 condition, drops an option of a call or a conversion, swaps two names or arguments, or takes the next number. Imports,
 annotations and docstrings stay. Everything happens in a copy, out/mutants, so the checkout stays as it is.
 
-``--cpp`` changes C++ instead of Python. All changes are compiled into one library, in which OPENREG_MUTANT selects the one
+``--cpp`` changes C++ instead of Python. All changes are compiled into one library, in which CHOSEN_MUTANT selects the one
 that takes effect; those that do not compile are left out.
 
 First run the tests that have the file's name in theirs, then those that tests_of() says: of these, first those of
@@ -86,7 +86,7 @@ CONVERSIONS = "abs bool list reversed set sorted tuple".split()
 SWITCH = """// Written by tests/mutants.py: true for the mutant that takes effect.
 #pragma once
 #include <cstdlib>
-inline const int openreg_chosen = std::atoi(std::getenv("OPENREG_MUTANT") ? std::getenv("OPENREG_MUTANT") : "0");
+inline const int openreg_chosen = std::atoi(std::getenv("CHOSEN_MUTANT") ? std::getenv("CHOSEN_MUTANT") : "0");
 inline bool openreg_mutant(int number) { return number == openreg_chosen; }
 """
 
@@ -361,7 +361,8 @@ def run(tests: str, marker: str, number: int, timeout: float, *options: str) -> 
     command += ["--no-loadscope-reorder", "-m", marker, *options, *paths]
     env = dict(os.environ, PYTHONPATH=str(OUT), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
     # The cache would keep other mutants' graphs. It is off by default only, as some tests turn it on.
-    env |= {"OPENREG_MUTANT": str(number), "TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT": "0"}
+    # Its name does not begin with OPENREG_, because tests keep such variables from programs.
+    env |= {"CHOSEN_MUTANT": str(number), "TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT": "0"}
     process = subprocess.Popen(
         command, cwd=OUT, env=env, text=True, errors="replace", start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

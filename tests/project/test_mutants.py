@@ -99,7 +99,7 @@ def test_changes_of_cpp(monkeypatch, tmp_path):
         subprocess.run(["g++", "-std=c++20", "-w", "-I.", "all.cpp", "-o", "all"], cwd=tmp_path, check=True)
 
         def said(number):
-            return subprocess.check_output(tmp_path / "all", env={"OPENREG_MUTANT": str(number)})
+            return subprocess.check_output(tmp_path / "all", env={"CHOSEN_MUTANT": str(number)})
 
         same += [str(mutant) for mutant, number in numbered.items() if said(number) == said(0)]
     assert not same
