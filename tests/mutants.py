@@ -360,8 +360,8 @@ def run(tests: str, marker: str, number: int, timeout: float, *options: str) -> 
     command = [sys.executable, "-m", "pytest", "-qrfE", "-pno:cacheprovider", f"-n{PROCESSES}", "--dist=loadfile"]
     command += ["--no-loadscope-reorder", "-m", marker, *options, *paths]
     env = dict(os.environ, PYTHONPATH=str(OUT), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
-    # The cache would keep other mutants' graphs. It is off by default only, as some tests turn it on.
-    # Its name does not begin with OPENREG_, because tests keep such variables from programs.
+    # CHOSEN_MUTANT does not begin with OPENREG_, because tests keep such variables from programs. The cache would keep
+    # other mutants' graphs. It is off by default only, as some tests turn it on.
     env |= {"CHOSEN_MUTANT": str(number), "TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT": "0"}
     process = subprocess.Popen(
         command, cwd=OUT, env=env, text=True, errors="replace", start_new_session=True,
