@@ -40,8 +40,6 @@ def program(arguments: argparse.Namespace) -> list[str]:
         option = word.partition("=")[0]
         if option in arguments.own_options:
             name = os.path.basename(script)
-            if not name.endswith(".py"):
-                raise Wrong(f"put {option} before {name}")
             raise Wrong(
                 f"put {option} before {name}, because what follows it belongs to the program; "
                 f"if {option} is the program's own, write {name} -- {' '.join(rest)}"
