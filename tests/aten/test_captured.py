@@ -232,6 +232,31 @@ def test_expressions(expression):
     assert not report.notes
 
 
+@pytest.mark.parametrize(
+    "call, count",
+    [
+        (lambda x, *out: torch.linalg.qr(x, out=out), 2),
+        (lambda x, *out: torch.linalg.svd(x, out=out), 3),
+        (lambda x, *out: torch.linalg.eigh(x, out=out), 2),
+        (lambda x, *out: torch.geqrf(x, out=out), 2),
+        (lambda x, out: torch.add(x.mT, x.mT, out=out), 1),
+        (lambda x, out: torch.sort(x.mT, dim=1, out=(out, torch.empty(0, dtype=torch.int64, device=x.device))), 1),
+    ],
+    ids=["qr", "svd", "eigh", "geqrf", "add", "sort"],
+)
+def test_results_that_are_resized_have_the_strides_of_the_cpu(call, count):
+    """Also where these are not contiguous."""
+    x = torch.randn(3, 4, 4)
+    outs = {device: [torch.empty(0, device=device) for _ in range(count)] for device in ("cpu", DEVICE)}
+    on_device = x.to(DEVICE)
+    graph, _ = captured(lambda: call(on_device, *outs[DEVICE]))
+    call(x, *outs["cpu"])
+    graph.replay()
+    for ours, theirs in zip(outs[DEVICE], outs["cpu"], strict=True):
+        assert ours.stride() == theirs.stride()
+        torch.testing.assert_close(ours.cpu(), theirs)
+
+
 def cubed(x):
     return (x**3).sum()
 
