@@ -1668,6 +1668,16 @@ def test_options_reach_the_checks(module, monkeypatch, words):
     assert OPTIONS[words](report.dict()), report.dict()
 
 
+def test_poison_fills_memory_of_the_device():
+    """Where it is not filled already, as the tests have it."""
+    op = define("unwritten_there", torch.empty_like, key="PrivateUse1")
+    _C.set_poison(False)
+    x = torch.ones(1 << 16, device="openreg")
+    torch.zeros_like(x)  # in the memory that the operator gets
+    (result,) = check(op, [(x,)], "openreg", only=["poison"]).results
+    assert result.status == "fail" and not _C.poison()
+
+
 def test_options_reach_the_processes_of_generated_calls(module, monkeypatch):
     """They import the modules that the operator and its samples are in, and have the seed, the samples and the limits."""
     monkeypatch.syspath_prepend(module)
