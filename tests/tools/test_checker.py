@@ -1668,6 +1668,12 @@ def test_options_reach_the_checks(module, monkeypatch, words):
     assert OPTIONS[words](report.dict()), report.dict()
 
 
+def test_an_out_overload_may_have_a_list_among_its_arguments():
+    """Only lists of tensors to write to are skipped."""
+    (result,) = check("aten::sum.dim_IntList", [(NUMBERS[0], [0])], only=["out"]).results
+    assert result.status == "pass"
+
+
 def test_poison_fills_memory_of_the_device():
     """Where it is not filled already, as the tests have it."""
     op = define("unwritten_there", torch.empty_like, key="PrivateUse1")
