@@ -135,7 +135,7 @@ def test_a_command_prints_what_the_page_shows(page, heading, shown, folder):
     words = shlex.split(command)
     module = {"openreg-tools": "openreg_tools", "torchrun": "torch.distributed.run"}.get(words[0], words[0])
     words = words[1:] if module == "python" else ["-m", module, *words[1:]]
-    if "pytest" in words:  # which warns of a plugin that is imported already
+    if "pytest" in words:  # in a new process, because pytest warns of a plugin that is imported already
         words = [sys.executable, "-P", *words]
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -335,12 +336,12 @@ class SecondScaled(torch.autograd.Function):
 def test_a_wrong_second_derivative(check, more):
     """Alone, or beside a result that has no derivative."""
 
-    def beside(x):
-        return x.to(more) if isinstance(more, torch.dtype) else torch.eye(3, device=x.device).to_sparse()
+    def pair(function, x, y):
+        beside = x.detach().to(more) if isinstance(more, torch.dtype) else torch.eye(3, device=x.device).to_sparse()
+        return function(x, y), beside
 
     for function, wrong in ((SecondScaled.apply, True), (torch.mul, False)):
-        pair = lambda x, y, function=function: (function(x, y), beside(x.detach()))  # noqa: E731
-        info = operator(pair if more else function, 2)
+        info = operator(functools.partial(pair, function) if more else function, 2)
         report = sweep.check(info, torch.float32, DEVICE, checks=(check,))
         assert report.ran[check] and bool(report.failures) == wrong, report.failures
         assert kinds(report) <= {(check, "gradient" if check == "backward" else "value")}
