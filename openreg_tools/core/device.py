@@ -83,6 +83,9 @@ def _remedy(said: str) -> str:
 @contextlib.contextmanager
 def to_stderr() -> Iterator[None]:
     """What this process and its children print to stdout goes to stderr."""
+    if sys.stdout is None:  # it is closed
+        yield
+        return
     sys.stdout.flush()
     before = os.dup(1)
     os.dup2(2, 1)

@@ -4,6 +4,8 @@ import functools
 import json
 import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -222,6 +224,14 @@ def test_the_device_has_the_place_of_another_backend(tmp_path):
     assert (result.returncode, result.stdout) == (2, "")
     assert "openreg_ops has registered openreg as PrivateUse1, which a process can have once" in result.stderr
     assert result.stderr.endswith("`python -m openreg_tools` runs the tools without it\n")
+
+
+@pytest.mark.slow
+def test_imports_with_a_closed_stdout(tmp_path):
+    (tmp_path / "module.py").write_text("")
+    words = "-m openreg_tools operators --import module --device cpu --ops ^aten::relu$ --json found.json >&-"
+    subprocess.run(f"{sys.executable} {words}", shell=True, cwd=tmp_path, check=True, timeout=100)
+    assert (tmp_path / "found.json").read_text()
 
 
 def test_command(capsys, tmp_path):
