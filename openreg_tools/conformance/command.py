@@ -249,14 +249,11 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     pattern, dtypes = re.compile(arguments.ops), dtypes_of(arguments.suites, arguments.device)
     cases = [(name, d) for name, of in dtypes.items() if pattern.search(name) for d in of if d in arguments.dtypes]
+    if not any(map(pattern.search, dtypes)):
+        raise Wrong(options.nothing_matches(arguments.ops, dtypes))
     if not cases:
-        known = any(map(pattern.search, dtypes))
-        of = f" has one of the dtypes {', '.join(arguments.dtypes)}"
-        raise Wrong(
-            f"nothing that matches --ops {arguments.ops!r}{of}"
-            if known
-            else options.nothing_matches(arguments.ops, dtypes)
-        )
+        chosen = ", ".join(arguments.dtypes)
+        raise Wrong(f"nothing that matches --ops {arguments.ops!r} has one of the dtypes {chosen}")
     path = arguments.out or Path("out") / f"conformance-{arguments.device.replace(':', '')}.jsonl"
     against = load(arguments.against, None) if arguments.against else None  # before it is written, if it is `path`
     header = fingerprint(arguments)

@@ -26,6 +26,7 @@ __all__ = [
     "duration",
     "file",
     "named",
+    "nothing_matches",
     "regex",
     "run",
     "search_here",

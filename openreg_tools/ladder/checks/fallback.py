@@ -81,12 +81,11 @@ def conjugates(device: str) -> None:
     """Products of conjugate views give the CPU's values."""
     torch.manual_seed(0)
     z, batch, vector = (torch.randn(shape, dtype=torch.complex64) for shape in ((4, 4), (2, 4, 4), (4,)))
-    for name, call in {
-        "mm": torch.mm, "addmm": lambda a, b: torch.addmm(z.to(a.device), a, b), "bmm": torch.bmm,
-        "baddbmm": lambda a, b: torch.baddbmm(batch.to(a.device), a, b), "dot": torch.dot, "vdot": torch.vdot, "mv": torch.mv,
+    for name, (call, a, b) in {
+        "mm": (torch.mm, z, z), "addmm": (lambda a, b: torch.addmm(z.to(a.device), a, b), z, z),
+        "bmm": (torch.bmm, batch, batch), "baddbmm": (lambda a, b: torch.baddbmm(batch.to(a.device), a, b), batch, batch),
+        "dot": (torch.dot, vector, vector), "vdot": (torch.vdot, vector, vector), "mv": (torch.mv, z, vector),
     }.items():  # fmt: skip
-        a = batch if "bmm" in name else vector if "dot" in name else z
-        b = vector if name == "mv" else a
         for which, change in {
             "first": lambda a, b: (a.conj(), b), "second": lambda a, b: (a, b.conj()), "adjoint": lambda a, b: (a.mH, b),
         }.items():  # fmt: skip
