@@ -336,7 +336,7 @@ def in_place(name, where):
     described = []
     for argument, value in zip(overload._schema.arguments, sample.args, strict=False):
         names = [f"{argument.name}[{i}]" for i in range(len(value))] if isinstance(value, list) else [argument.name]
-        described += [(each, bool(argument.alias_info and argument.alias_info.is_write)) for each in names]
+        described += [(name, bool(argument.alias_info and argument.alias_info.is_write)) for name in names]
     return lambda given: overload(*tree_unflatten(given, spec), **sample.kwargs), tensors, described
 
 
